@@ -1,0 +1,176 @@
+"""Every field of a configuration: its name, type, range, default and one sentence about it. Knows nothing of files or command lines."""
+
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+MAX_SEED = 2**64 - 1
+
+
+class Section(BaseModel):
+    """A group of fields: frozen, strict about types, and closed to names it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, protected_namespaces=())
+
+
+def _as_tuple(value: Any) -> Any:
+    """Let a list stand for a tuple and a lone value for a list of one, as OpenAI's `stop` does."""
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str | int) and not isinstance(value, bool) else value
+
+
+def _text_keys(value: Any) -> Any:
+    """Token ids as text, which is how JSON writes the keys of `logit_bias`."""
+    return {str(key): number for key, number in value.items()} if isinstance(value, dict) else value
+
+
+Stops = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)]
+
+
+class ModelSection(Section):
+    """Which weights to load, and how."""
+
+    path: str = Field(min_length=1, description="a model folder, a GGUF file, or a known name such as smollm2")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="what weights and arithmetic use; auto is float32 on a CPU, elsewhere the checkpoint's own"
+    )
+    max_len: int | None = Field(
+        default=None, ge=2, description="longest sequence in tokens, prompt and answer together; null is the model's own limit"
+    )
+
+
+class PoolSection(Section):
+    """The device memory that holds keys and values."""
+
+    tokens: int | None = Field(
+        default=None, ge=1, description="usable tokens, rounded down to whole pages; null takes a share of the device's memory"
+    )
+    page_size: int = Field(default=16, ge=1, description="tokens per page")
+    memory_fraction: float = Field(
+        default=0.8, gt=0, le=1, description="share of the device's free memory the pool takes when tokens is null"
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="what keys and values are stored in; auto is model.dtype"
+    )
+
+
+class SchedulerSection(Section):
+    """Who runs, who is parked, who returns."""
+
+    rows: int = Field(default=8, ge=1, description="sequences decoded together")
+    prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens computed in one step")
+    victim: Literal["smallest", "largest", "youngest", "oldest"] = Field(
+        default="smallest", description="which resident sequence is parked when room is needed"
+    )
+    resume: Literal["head"] = Field(default="head", description="who returns first: head is the one parked longest, and nobody passes it")
+    margin_steps: int = Field(
+        default=8, ge=0, description="decode steps of every running row that must have room before a sequence is let in"
+    )
+    starve_after: int = Field(default=3, ge=1, description="a sequence parked this often is passed over while there is another to park")
+    host_budget_mib: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
+        default="auto",
+        description="MiB of host memory for parked sequences; auto is 8192, or half of what is available; null is no limit, 0 holds none",
+    )
+
+
+class TransferSection(Section):
+    """How a sequence's pages travel between device and host."""
+
+    mode: Literal["staged", "hold"] = Field(
+        default="staged", description="staged copies pages aside so that they are free at once; hold keeps them until the copy is done"
+    )
+    chunk_pages: int = Field(default=16, ge=1, description="pages moved by one transfer")
+    chunks_per_step: int = Field(default=4, ge=1, description="transfers started in one step, parks and restores together")
+    staging_mib: int = Field(default=64, ge=1, description="device memory for copies in flight in MiB, set aside before the pool is sized")
+    blocking: bool = Field(default=False, description="wait for every copy, for backends that cannot copy beside the computation")
+    timeout_s: float = Field(default=60.0, gt=0, description="a copy not done after this long fails its own sequence")
+
+
+class MeshSection(Section):
+    """How many devices work together."""
+
+    tensor: int = Field(default=1, ge=1, description="devices that share every layer; must divide the model's heads")
+
+
+class DebugSection(Section):
+    """Knobs for tests and experiments: none of them may change an answer."""
+
+    park_every: int = Field(
+        default=0, ge=0, description="park every sequence after every N of its own tokens and after each prompt chunk; 0 is off"
+    )
+    park_seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="park at random moments drawn from this seed; null is off")
+    copy_delay_steps: int = Field(default=0, ge=0, description="look at a finished copy only N steps later")
+    planner: bool = Field(default=True, description="false parks only when a step has no room left, as a last resort")
+
+
+class RequestSection(Section):
+    """Defaults for the fields of a request's body; null leaves OpenAI's default."""
+
+    max_tokens: int | None = Field(default=None, ge=0, description="longest answer in tokens")
+    min_tokens: int | None = Field(default=None, ge=0, description="no stop before this many tokens")
+    temperature: float | None = Field(default=None, ge=0, description="0 takes the likeliest token")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="sample from the likeliest tokens that hold this share")
+    top_k: int | None = Field(default=None, ge=0, description="sample from this many likeliest tokens; 0 is all")
+    min_p: float | None = Field(default=None, ge=0, le=1, description="sample from tokens at least this share as likely as the likeliest")
+    seed: int | None = Field(
+        default=None, ge=0, le=MAX_SEED, description="seed of every request; null derives one per request from run.seed"
+    )
+    stop: Stops | None = Field(default=None, max_length=16, description="strings that end an answer")
+    stop_token_ids: TokenIds | None = Field(default=None, description="token ids that end an answer")
+    ignore_eos: bool | None = Field(default=None, description="go on after the model's end-of-text token")
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="subtracted once from tokens already generated")
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="subtracted per use from tokens already generated")
+    repetition_penalty: float | None = Field(default=None, gt=0, description="divides the score of tokens seen before; 1 is off")
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_text_keys)] | None = Field(
+        default=None, description="added to the score of a token id before sampling"
+    )
+    logprobs: bool | Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="report log probabilities: true or false for chats, a number for completions"
+    )
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="how many likeliest tokens to report at each place of a chat")
+    return_token_ids: bool | None = Field(default=None, description="put token_ids beside each choice's text")
+
+
+class RunSection(Section):
+    """What belongs to this run as a whole."""
+
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="requests without a seed take one from this and their custom_id")
+    cache_dir: str | None = Field(
+        default=None, description="folder for weights and compiled programs; null is $JAXKV_CACHE, else the user's cache folder"
+    )
+    compile_guard: bool = Field(default=True, description="a compilation after warm-up is an error")
+
+
+class Config(Section):
+    """The whole description of a run."""
+
+    model: ModelSection
+    pool: PoolSection = PoolSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    transfer: TransferSection = TransferSection()
+    mesh: MeshSection = MeshSection()
+    debug: DebugSection = DebugSection()
+    request: RequestSection = RequestSection()
+    run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _pool_holds_a_chunk(self) -> Self:
+        """Refuse a pool that could never take a step of prefill."""
+        pool, chunk = self.pool, self.scheduler.prefill_chunk
+        if pool.tokens is not None and (usable := pool.tokens // pool.page_size * pool.page_size) < chunk:
+            raise ValueError(
+                f"the pool holds {usable} tokens in whole pages of {pool.page_size}, less than one prompt chunk of {chunk}: "
+                "raise pool.tokens or lower scheduler.prefill_chunk"
+            )
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain dicts, lists and scalars, every default written out."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """The configuration as a YAML text that loads to the same configuration."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
