@@ -1,0 +1,73 @@
+# Three commands, the same for people and machines: make test, make check, make fix. `make demo` shows what it is all for.
+# Each sets up what it needs in .venv first, from the exact versions of requirements.lock, and is quick the second time.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help setup weights demo test test-slow test-accelerator test-latest check fix lock clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## set up .venv (the others do it by themselves)
+
+# The first Python of 3.11 or newer that really starts; the lock file is made for 3.11.
+$(READY): requirements.lock pyproject.toml
+	@found=""
+	for candidate in $${PYTHON:-} python3.11 python3 python3.12 python3.13; do
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$candidate; break; fi
+	done
+	if [ -z "$$found" ]; then
+	  echo "jaxkv needs Python 3.11 or newer: install it, or name one with 'make PYTHON=/path/to/python3.11 ...'" >&2
+	  exit 2
+	fi
+	echo "setting up $(VENV) with $$("$$found" --version)" >&2
+	[ -x $(BIN)/python ] || "$$found" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+weights: $(READY) ## download SmolLM2 into the cache folder
+	@$(BIN)/jaxkv fetch smollm2
+
+demo: weights ## eight chats through a pool that is too small, live
+	@$(BIN)/jaxkv demo configs/quickstart.yaml
+
+test: $(READY) ## the tests; those on real weights are skipped where SmolLM2 cannot be downloaded
+	@$(BIN)/jaxkv fetch smollm2 || echo "going on without SmolLM2: tests on real weights will be skipped" >&2
+	$(PYTEST) -m "not slow and not accelerator"
+
+test-slow: weights ## the tests that take minutes
+	@$(PYTEST) -m "slow and not accelerator"
+
+test-accelerator: $(READY) ## the exactness tests on a GPU or TPU (needs one of the extras cuda12, cuda13, tpu)
+	@JAXKV_ACCELERATOR=1 $(PYTEST) tests/accelerator -m accelerator
+
+test-latest: ## the tests with Python 3.12 and the newest JAX that pyproject allows
+	@[ -x .venv-latest/bin/python ] || $${PYTHON312:-python3.12} -m venv .venv-latest
+	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
+	.venv-latest/bin/python -m pip list --disable-pip-version-check | grep -iE '^(jax|jaxlib|flax|numpy|orbax-checkpoint) '
+	.venv-latest/bin/python -m pytest -m "not slow and not accelerator"
+
+check: $(READY) ## formatting, lint, types, import direction, and the package as a user gets it
+	@$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python .ci/check_package.py
+
+fix: $(READY) ## format, and mend what lint can mend
+	@$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+lock: $(READY) ## write requirements.lock anew from the ranges in pyproject.toml
+	@$(BIN)/pip-compile --quiet --extra dev --allow-unsafe --strip-extras --no-header --no-annotate --no-emit-index-url \
+	  --no-emit-find-links --no-emit-trusted-host --upgrade --output-file requirements.lock pyproject.toml
+
+clean: ## remove everything that setting up and testing left
+	@rm -rf .venv .venv-latest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

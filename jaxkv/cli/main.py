@@ -1,0 +1,92 @@
+"""Finds the subcommand, runs it, and turns what goes wrong into one line and an exit code. Knows no subcommand's arguments.
+
+Exit codes: 0 done, 2 something to correct, 3 a batch job in which some lines failed, 130 interrupted.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxkv import __version__
+from jaxkv.config.fields import nearest
+from jaxkv.errors import JaxkvError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One line of the help; the module of the same name in jaxkv.cli has `run(words) -> exit code`."""
+
+    group: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Command("Run", "eight chats through a pool that is too small, live"),
+    "batch": Command("Run", "a file of requests in, a file of answers out (OpenAI batch format)"),
+    "fetch": Command("Models", "download a known model into the cache folder"),
+    "convert": Command("Models", "write a checkpoint that loads faster"),
+    "diff": Command("Results", "compare the answers of two batch jobs, token by token"),
+    "version": Command("Results", "versions of jaxkv and what it runs on"),
+}
+
+
+def console() -> None:
+    """The entry point of the `jaxkv` script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one command line; return its exit code."""
+    try:
+        code = _dispatch(list(words))
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # tyro: 0 after help, 2 after a line about what it could not read
+        return stop.code if isinstance(stop.code, int) else 2
+    except KeyboardInterrupt:
+        print("jaxkv: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return _reader_left()
+    except Exception as error:
+        if not _is_for_a_person(error) or os.environ.get("JAXKV_TRACEBACK") == "1":
+            raise
+        print(f"jaxkv: error: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", 2)
+
+
+def help_text() -> str:
+    """What `jaxkv --help` prints: every command on a line, by group."""
+    lines = ["usage: jaxkv COMMAND ...", "", "An inference engine that parks what does not fit."]
+    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+        lines += ["", f"{group}:"]
+        lines += [f"  {name:<9} {command.summary}" for name, command in COMMANDS.items() if command.group == group]
+    return "\n".join([*lines, "", "`jaxkv COMMAND --help` shows the arguments of one. `jaxkv --version` prints the version."])
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"jaxkv {__version__}")
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        best = nearest(name, COMMANDS)
+        raise JaxkvError(f"unknown command {name!r}, " + (f"did you mean {best!r}?" if best else f"there are {', '.join(COMMANDS)}"))
+    return int(importlib.import_module(f"jaxkv.cli.{name}").run(rest))
+
+
+def _is_for_a_person(error: Exception) -> bool:
+    """Whether the message alone says enough: our own errors, and those of the models if they have been loaded."""
+    models = sys.modules.get("jaxkv.models")
+    return isinstance(error, JaxkvError) or (models is not None and isinstance(error, getattr(models, "ModelError", ())))
+
+
+def _reader_left() -> int:
+    """`jaxkv ... | head` closed the pipe: be quiet, also when Python flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
