@@ -1,0 +1,94 @@
+"""Which fields a body may have: the supported ones with their readers, those that are refused, those that change nothing.
+
+Knows nothing of prompts or of how a value is used.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.errors import RequestError
+from jaxkv.openai.values import Reader, boolean, integer, logit_bias, number, shown, stop_strings, text, token_ids
+from jaxkv.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+
+MAX_STOPS = 16
+MAX_SEED = 2**64 - 1
+
+# Fields that would change the answer and cannot be honoured, with the values that ask for nothing; absent and null always do.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stream": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+# Fields of the API that no answer depends on.
+WITHOUT_EFFECT = frozenset(
+    {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "stream_options", "user"}
+)
+
+
+def readers(vocab_size: int) -> dict[str, Reader]:
+    """Every supported field of both endpoints, except the prompt itself, with its reader."""
+    return {
+        "model": text,
+        "max_tokens": integer(1),
+        "max_completion_tokens": integer(1),
+        "min_tokens": integer(0),
+        "temperature": number(0, 2),
+        "top_p": number(0, 1, above=True),
+        "top_k": _top_k,
+        "min_p": number(0, 1),
+        "seed": integer(0, MAX_SEED),
+        "stop": stop_strings(MAX_STOPS),
+        "stop_token_ids": token_ids(vocab_size),
+        "ignore_eos": boolean,
+        "presence_penalty": number(-2, 2),
+        "frequency_penalty": number(-2, 2),
+        "repetition_penalty": number(0, above=True),
+        "logit_bias": logit_bias(vocab_size, MAX_LOGIT_BIAS),
+        "return_token_ids": boolean,
+    }
+
+
+read_top_logprobs = integer(0, MAX_TOP_LOGPROBS)
+
+
+def refuse_unsupported(body: Mapping[str, Any]) -> None:
+    """Raise for the first field that would change the answer and cannot be honoured."""
+    for field in sorted(UNSUPPORTED.keys() & body.keys()):
+        value, allowed = body[field], UNSUPPORTED[field]
+        if value is not None and not any(type(value) is type(fine) and value == fine for fine in allowed):
+            fine = " or ".join(["leave it out", *(shown(value) for value in allowed)])
+            raise RequestError(f"{field}: got {shown(value)}, which is not supported; {fine}", field)
+
+
+def _top_k(field: str, value: Any) -> int:
+    return 0 if value == -1 and isinstance(value, int) else integer(0, note="0 or -1 is off")(field, value)

@@ -1,0 +1,98 @@
+"""From `messages` or `prompt` to the token ids that the model reads. Knows nothing of sampling."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jaxkv.errors import RequestError
+from jaxkv.openai.values import Reader, refuse, shown, text
+from jaxkv.output import Detokenizer
+
+ROLES = ("system", "developer", "user", "assistant")
+_NO_TOKENIZER = "this model has no tokenizer, so only prompts of token ids work"
+
+
+class Tokenizer(Detokenizer, Protocol):
+    """What reading bodies and writing answers needs of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str: ...
+
+
+def read_messages(value: Any, tokenizer: Tokenizer | None) -> tuple[list[int], set[str]]:
+    """The token ids of a chat, and the names of message keys nobody knows, such as `messages[].mood`."""
+    if tokenizer is None:
+        raise RequestError(f"messages: {_NO_TOKENIZER}", "messages")
+    if not isinstance(value, list) or not value:
+        raise refuse("messages", value, "a list of at least one message")
+    unknown: set[str] = set()
+    messages = [_message(f"messages[{index}]", message, unknown) for index, message in enumerate(value)]
+    try:
+        rendered = tokenizer.render_chat(messages)
+    except Exception as error:  # a template is a program of the model's, and may refuse in any way it likes
+        raise RequestError(f"messages: the chat template refused them: {error}", "messages") from error
+    return _not_empty("messages", tokenizer.encode(rendered, add_special_tokens=False)), unknown
+
+
+def read_prompts(value: Any, tokenizer: Tokenizer | None, read_ids: Reader, most: int) -> list[list[int]]:
+    """The token ids of each of at most `most` prompts: a string, a list of strings, one prompt's token ids, or a list of those."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+        return [_one_prompt("prompt", value, tokenizer, read_ids)]
+    if not isinstance(value, list) or not value:
+        raise refuse("prompt", value, "a string, a list of strings, a list of token ids or a list of such lists, not empty")
+    if len(value) > most:
+        raise RequestError(f"prompt: got a list of {len(value)} prompts, allowed: {most}; give each its own request", "prompt")
+    return [_one_prompt(f"prompt[{index}]", prompt, tokenizer, read_ids) for index, prompt in enumerate(value)]
+
+
+def _one_prompt(field: str, value: Any, tokenizer: Tokenizer | None, read_ids: Reader) -> list[int]:
+    if isinstance(value, list):
+        return _not_empty(field, read_ids(field, value))
+    if not isinstance(value, str):
+        raise refuse(field, value, "a string or a list of token ids")
+    if tokenizer is None:
+        raise RequestError(f"{field}: got a string, but {_NO_TOKENIZER}", "prompt")
+    return _not_empty(field, tokenizer.encode(text(field, value), add_special_tokens=True))
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _not_empty(field: str, ids: Sequence[int]) -> list[int]:
+    if not ids:
+        raise RequestError(f"{field}: is empty; a prompt needs at least one token", field)
+    return list(ids)
+
+
+def _message(field: str, value: Any, unknown: set[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise refuse(field, value, "an object with role and content")
+    role = value.get("role")
+    if role in ("tool", "function") or any(value.get(key) for key in ("tool_calls", "function_call", "tool_call_id", "audio")):
+        raise RequestError(f"{field}: tool calls, their results and audio are not supported", field)
+    if role not in ROLES:
+        raise refuse(f"{field}.role", role, ", ".join(ROLES))
+    known = {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "audio", "refusal"}
+    unknown.update(f"messages[].{key}" for key in value.keys() - known)
+    name = {} if value.get("name") is None else {"name": text(f"{field}.name", value["name"])}
+    return {"role": role, "content": _content(f"{field}.content", value.get("content")), **name}
+
+
+def _content(field: str, value: Any) -> str:
+    """A string, or parts of type text, one line each."""
+    if isinstance(value, str):
+        return text(field, value)
+    if not isinstance(value, list) or not value:
+        raise refuse(field, value, "a string or a list of parts of type text")
+    return "\n".join(_part(f"{field}[{index}]", part) for index, part in enumerate(value))
+
+
+def _part(field: str, value: Any) -> str:
+    if isinstance(value, dict) and isinstance(value.get("type"), str) and value["type"] != "text":
+        raise RequestError(f"{field}.type: got {shown(value['type'])}, which is not supported; allowed: text", field)
+    if not isinstance(value, dict) or value.get("type") != "text":
+        raise refuse(field, value, 'an object such as {"type": "text", "text": "..."}')
+    return text(f"{field}.text", value.get("text"))
