@@ -1,0 +1,34 @@
+"""Who runs, who parks, who returns: integers in, a frozen `Plan` out. Standard library only.
+
+Start reading at `scheduler.py` (the calls), then `sequence.py` (the lifecycle); `plan.py` is the seam to whoever runs the plans. The phases
+of a plan are `forced.py`, `room.py`, `copies.py`, `returns.py` and `build.py`, in this order; `commit.py` is the way back.
+"""
+
+from jaxkv.scheduler.books import Counters
+from jaxkv.scheduler.need import DoesNotFit, need, pages_for
+from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Outcome, Plan, PrefillChunk, SchedulerConfig, TableUpdate
+from jaxkv.scheduler.policies import VICTIMS, Candidate
+from jaxkv.scheduler.scheduler import Scheduler
+from jaxkv.scheduler.sequence import State
+from jaxkv.scheduler.views import SequenceView, Snapshot
+
+__all__ = [
+    "VICTIMS",
+    "Candidate",
+    "Chunk",
+    "Counters",
+    "DecodeRow",
+    "DoesNotFit",
+    "Note",
+    "Outcome",
+    "Plan",
+    "PrefillChunk",
+    "Scheduler",
+    "SchedulerConfig",
+    "SequenceView",
+    "Snapshot",
+    "State",
+    "TableUpdate",
+    "need",
+    "pages_for",
+]

@@ -1,0 +1,108 @@
+"""Everything the scheduler keeps: the one mutable object of this package, passed to the functions that plan and commit.
+
+`Books` is what lasts, `Turn` is the plan being written in this step.
+"""
+
+import bisect
+import heapq
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from jaxkv.scheduler.ledger import HostLedger, PageLedger
+from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Plan, PrefillChunk, SchedulerConfig, TableUpdate
+from jaxkv.scheduler.sequence import Sequence, State
+
+
+@dataclass(slots=True)
+class Flight:
+    """A dispatched chunk, and what comes back when it lands."""
+
+    chunk: Chunk
+    pages: tuple[int, ...] = ()
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened so far; monotone, except `host_bytes`, which is held now."""
+
+    num_admitted: int = 0
+    num_finished: int = 0
+    num_cancelled: int = 0
+    num_failed: int = 0
+    num_parks: int = 0
+    num_parks_forced: int = 0
+    num_parks_pressure: int = 0
+    num_parks_refused: int = 0
+    num_last_resorts: int = 0
+    num_restores: int = 0
+    num_ended_parked: int = 0  # ended between a park and the end of the restore
+    host_bytes: int = 0
+    host_bytes_peak: int = 0
+    pool_use_at_park: list[float] = field(default_factory=list)  # held pages / all pages, at each park that pressure caused
+
+
+@dataclass(slots=True)
+class Turn:
+    """One plan while it is written."""
+
+    step: int
+    now: float
+    chunks_left: int
+    park: list[Chunk] = field(default_factory=list)
+    restore: list[Chunk] = field(default_factory=list)
+    tables: list[TableUpdate] = field(default_factory=list)
+    prefill: PrefillChunk | None = None
+    decode: list[DecodeRow] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    def plan(self) -> Plan:
+        return Plan(
+            self.step, tuple(self.park), tuple(self.restore), tuple(self.tables), self.prefill, tuple(self.decode), tuple(self.notes)
+        )
+
+
+class Books:
+    """The sequences, the rows, the lines, the copies in flight and the two ledgers."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pages = PageLedger(config.num_pages)
+        self.host = HostLedger(config.host_budget_bytes)
+        self.counters = Counters()
+        self.random = random.Random(config.park_seed)
+        self.num_steps = 0
+        self.num_added = 0
+        self.num_live = 0
+        self.sequences: dict[int, Sequence] = {}
+        self.residents: list[Sequence] = []  # those that own a row, oldest first
+        self.free_rows = list(range(config.rows))  # a heap
+        self.waiting: deque[Sequence] = deque()  # those that ended meanwhile are dropped when they reach the front
+        self.parked: deque[Sequence] = deque()  # PARKING and PARKED, in the order they left; ended ones likewise
+        self.to_park: deque[Sequence] = deque()  # those with park chunks to dispatch
+        self.to_restore: deque[Sequence] = deque()
+        self.flights: dict[tuple[int, int, int], Flight] = {}  # by sequence, epoch and index
+
+    @property
+    def leader(self) -> Sequence | None:
+        """The resident with the most tokens; of equals the older."""
+        return max(self.residents, key=lambda seq: seq.num_cells, default=None)
+
+    @property
+    def next_to_prefill(self) -> Sequence | None:
+        """The one whose chunk comes next: the oldest that is still prefilling."""
+        return next((seq for seq in self.residents if seq.state is State.PREFILLING), None)
+
+    def enter_row(self, seq: Sequence) -> int:
+        """Give it the lowest free row."""
+        seq.row = heapq.heappop(self.free_rows)
+        bisect.insort(self.residents, seq, key=lambda other: other.order)
+        return seq.row
+
+    def leave_row(self, seq: Sequence) -> None:
+        """Take its row back, if it has one."""
+        if seq.row is not None:
+            heapq.heappush(self.free_rows, seq.row)
+            self.residents.remove(seq)
+            seq.row = None

@@ -1,0 +1,72 @@
+"""The invariants of the books, checked after every step in tests. Slow and obvious on purpose."""
+
+from jaxkv.scheduler.books import Books
+from jaxkv.scheduler.need import most_cells, need, pages_for
+from jaxkv.scheduler.sequence import AWAY, RUNNING, Sequence, State
+
+
+def check_books(books: Books) -> None:
+    """AssertionError if a page, a host byte, a row or a park is lost or counted twice."""
+    books.pages.check()
+    live = [seq for seq in books.sequences.values() if not seq.is_over]
+    assert books.num_live == len(live), "the count of live sequences is wrong"
+    check_rows(books, live)
+    check_pages(books, live)
+    check_host(books, live)
+    check_parks(books, live)
+    for seq in live:
+        check_sequence(books, seq)
+
+
+def check_rows(books: Books, live: list[Sequence]) -> None:
+    """A row has one owner; exactly the residents own one."""
+    owners = [seq for seq in live if seq.state in RUNNING or seq.state is State.RESTORING]
+    assert books.residents == sorted(owners, key=lambda seq: seq.order), "the residents are not those that own a row, in order of arrival"
+    rows = [seq.row for seq in owners]
+    assert sorted([*books.free_rows, *(row for row in rows if row is not None)]) == list(range(books.config.rows)), f"rows {rows}"
+
+
+def check_pages(books: Books, live: list[Sequence]) -> None:
+    """Held pages are those that residents list; leaving pages are those that a park or a flight lists."""
+    held = [(page, seq.seq_id) for seq in live for page in seq.pages]
+    due = [(page, seq.seq_id) for seq in live if seq.state is State.PARKING for chunk in seq.copies_due for page in chunk.pages]
+    flying = [(page, flight.chunk.seq_id) for flight in books.flights.values() for page in flight.pages]
+    for page, seq_id in [*held, *due, *flying]:
+        assert books.pages.owner(page) == seq_id, f"page {page} is listed by {seq_id} and belongs to {books.pages.owner(page)}"
+    assert not any(books.pages.is_leaving(page) for page, _ in held), "a held page is leaving"
+    leaving = [page for page, _ in [*due, *flying]]
+    assert len(leaving) == len(set(leaving)) == books.pages.num_leaving, "leaving pages are lost or listed twice"
+    assert len(held) + len(leaving) + books.pages.num_free == books.config.num_pages, "an owned page is listed by nobody"
+
+
+def check_host(books: Books, live: list[Sequence]) -> None:
+    """Host bytes are the images and what outlives its sequence, and never above the budget."""
+    expected = sum(seq.image_bytes for seq in live) + sum(flight.num_bytes for flight in books.flights.values())
+    assert books.host.held == expected, f"{books.host.held} host bytes held, {expected} accounted for"
+    assert books.host.budget is None or books.host.held <= books.host.budget, f"{books.host.held} bytes of {books.host.budget}"
+
+
+def check_parks(books: Books, live: list[Sequence]) -> None:
+    """Every park was followed by a return or an end, or is still going on; nobody is in two lines."""
+    counters = books.counters
+    away = sum(seq.state in AWAY for seq in live)
+    assert counters.num_parks == counters.num_restores + counters.num_ended_parked + away, f"{counters} and {away} away"
+    in_line = [seq for seq in (*books.parked, *books.waiting) if not seq.is_over]
+    expected = [seq for seq in live if seq.state in (State.WAITING, State.PARKING, State.PARKED)]
+    assert {seq.seq_id for seq in in_line} == {seq.seq_id for seq in expected} and len(in_line) == len(expected), "the lines are wrong"
+
+
+def check_sequence(books: Books, seq: Sequence) -> None:
+    """Its cells, pages and image agree with its state."""
+    if seq.num_generated:
+        assert seq.num_cells == need(seq.prompt_len, seq.num_generated)
+    assert seq.num_cells <= most_cells(seq)
+    num_pages = pages_for(seq.num_cells, books.config.page_size)
+    assert (seq.row is None) == (seq.state in (State.WAITING, State.PARKING, State.PARKED))
+    assert (seq.parked_since is not None) == (seq.state in AWAY)
+    if seq.state in AWAY:
+        assert seq.image_pages == num_pages
+    if seq.row is None:
+        assert not seq.pages
+    else:
+        assert len(seq.pages) >= num_pages, f"{num_pages} pages of cells in {len(seq.pages)} pages"

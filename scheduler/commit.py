@@ -1,0 +1,59 @@
+"""What happened in a step, entered in the books. A report about a sequence that has ended meanwhile changes nothing."""
+
+from jaxkv.scheduler.books import Books
+from jaxkv.scheduler.copies import end, land
+from jaxkv.scheduler.plan import Outcome, PrefillChunk
+from jaxkv.scheduler.sequence import State
+
+
+def enter_outcome(books: Books, outcome: Outcome) -> None:
+    """Copies first, then progress, then ends: a finished sequence's pages are free before the next plan."""
+    for chunk in (*outcome.parked, *outcome.restored):
+        land(books, chunk)
+    if outcome.prefilled is not None:
+        prefilled(books, outcome.prefilled, outcome.finished.get(outcome.prefilled.seq_id, "length"))
+    for seq_id in outcome.decoded:
+        decoded(books, seq_id, outcome.finished.get(seq_id, "length"))
+    for seq_id, reason in outcome.finished.items():
+        finished(books, seq_id, reason)
+
+
+def prefilled(books: Books, chunk: PrefillChunk, reason: str) -> None:
+    """A chunk's cells are computed; the last chunk makes the first token."""
+    seq = books.sequences.get(chunk.seq_id)
+    if seq is None or seq.is_over:
+        return
+    assert seq.state is State.PREFILLING and seq.num_cells == chunk.start, f"{chunk} of a sequence {seq.state} with {seq.num_cells} cells"
+    seq.num_cells += chunk.length
+    seq.has_progressed = True
+    if chunk.is_last:
+        seq.state = State.DECODING
+        count_token(books, seq.seq_id, reason)
+
+
+def decoded(books: Books, seq_id: int, reason: str) -> None:
+    """One token more; its input token has its cell now."""
+    seq = books.sequences.get(seq_id)
+    if seq is None or seq.is_over:
+        return
+    assert seq.state is State.DECODING, f"a token of sequence {seq_id}, which is {seq.state}"
+    seq.num_cells += 1
+    seq.has_progressed = True
+    count_token(books, seq_id, reason)
+
+
+def count_token(books: Books, seq_id: int, reason: str) -> None:
+    """Count a generated token; the one that reaches the limit ends the sequence, whether the runner says so or not."""
+    seq = books.sequences[seq_id]
+    seq.num_generated += 1
+    if seq.num_generated == seq.limit:
+        finished(books, seq_id, reason)
+
+
+def finished(books: Books, seq_id: int, reason: str) -> None:
+    """The runner says that it has ended."""
+    seq = books.sequences.get(seq_id)
+    if seq is None or seq.is_over:
+        return
+    end(books, seq, State.FINISHED, reason)
+    books.counters.num_finished += 1

@@ -1,0 +1,30 @@
+"""Parks that somebody asked for: every so many tokens, on a seeded random schedule, or by name. They obey the rule of progress."""
+
+from jaxkv.scheduler.books import Books, Turn
+from jaxkv.scheduler.copies import start_park
+from jaxkv.scheduler.room import refuse
+from jaxkv.scheduler.sequence import RUNNING, Sequence, State
+
+RANDOM_PARKS = 1 / 8  # of the residents in each step, under a random schedule
+
+
+def park_forced(books: Books, turn: Turn) -> None:
+    """Park every resident whose turn has come, the leader included. One that the host budget refuses is asked again only when next due."""
+    for seq in list(books.residents):
+        if seq.state in RUNNING and seq.has_progressed and is_due(books, seq):
+            seq.forced_at, seq.park_asked = seq.num_cells, False
+            if start_park(books, turn, seq, "forced"):
+                books.counters.num_parks_forced += 1
+            else:
+                refuse(books, turn, seq)
+
+
+def is_due(books: Books, seq: Sequence) -> bool:
+    """Example: park_every 8 parks at 8, 16, ... generated tokens, and after each chunk that leaves some of the prompt to do."""
+    if seq.park_asked:
+        return True
+    every = books.config.park_every
+    at_count = seq.state is State.PREFILLING or (every and seq.num_generated % every == 0)
+    if every and at_count and seq.num_cells > seq.forced_at:
+        return True
+    return books.config.park_seed is not None and books.random.random() < RANDOM_PARKS

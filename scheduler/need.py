@@ -1,0 +1,71 @@
+"""How many cells and pages something takes: the one place that counts them. Owns nothing.
+
+A sampled token gets its keys and values only when it is fed back, so the last one never does:
+
+    prompt 3, 4 generated: cells  p p p 1 2 3      need(3, 4) == 6; token 4 has no cell
+    P cells in all: prompt 3 can generate P - 3 + 1 tokens
+"""
+
+from jaxkv.scheduler.plan import SchedulerConfig
+from jaxkv.scheduler.sequence import Sequence
+
+
+class DoesNotFit(Exception):
+    """A prompt needs `needs` tokens where only `has` can ever be had."""
+
+    def __init__(self, needs: int, has: int, setting: str) -> None:
+        super().__init__(f"the prompt has {needs} tokens, and {setting} allows {has}: shorten the prompt or raise {setting}")
+        self.needs = needs
+        self.has = has
+        self.setting = setting
+
+
+def need(prompt_len: int, num_generated: int) -> int:
+    """Cells taken by a prompt and the tokens generated from it."""
+    return prompt_len + num_generated - 1
+
+
+def pages_for(num_cells: int, page_size: int) -> int:
+    """Pages that hold so many cells."""
+    return -(-num_cells // page_size)
+
+
+def answer_limit(config: SchedulerConfig, prompt_len: int, max_new: int | None) -> int:
+    """Tokens a prompt may generate; raises DoesNotFit when the prompt alone is too long, ValueError for a length below 1."""
+    if prompt_len < 1:
+        raise ValueError(f"a prompt has at least 1 token, got {prompt_len}")
+    if max_new is not None and max_new < 1:
+        raise ValueError(f"a sequence generates at least 1 token, got {max_new}")
+    pool_tokens = config.num_pages * config.page_size
+    has, setting = min((pool_tokens, "pool.tokens"), (config.max_len, "model.max_len"))
+    if prompt_len > has:
+        raise DoesNotFit(prompt_len, has, setting)
+    longest = has - prompt_len + 1
+    return longest if max_new is None else min(max_new, longest)
+
+
+def most_cells(seq: Sequence) -> int:
+    """Cells it takes if it runs to its limit."""
+    return need(seq.prompt_len, seq.limit)
+
+
+def chunk_len(config: SchedulerConfig, seq: Sequence) -> int:
+    """Prompt tokens in its next prefill chunk; 0 once the prompt is computed."""
+    return max(0, min(config.prefill_chunk, seq.prompt_len - seq.num_cells))
+
+
+def step_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
+    """Pages it must hold to run its next chunk or decode step and `margin` tokens more."""
+    num_cells = seq.num_cells + (chunk_len(config, seq) or 1) + margin
+    return pages_for(min(num_cells, most_cells(seq)), config.page_size)
+
+
+def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
+    """Pages to be had before it, or anyone beside it, is let in: what it holds, its remaining prompt, one token and the margin."""
+    num_cells = max(seq.num_cells, seq.prompt_len) + 1 + margin
+    return pages_for(min(num_cells, most_cells(seq)), config.page_size)
+
+
+def missing_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
+    """Pages it lacks for its next step."""
+    return max(0, step_pages(config, seq, margin) - len(seq.pages))

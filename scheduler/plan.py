@@ -1,0 +1,109 @@
+"""What crosses the seam between the scheduler and whoever runs its plans: settings in, `Plan` out, `Outcome` back.
+
+Integers only. The scheduler owns page numbers, the runner owns what the pages contain, and neither ever sees the other's half.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The sizes and the rules that a scheduler works with.
+
+    `num_pages` counts usable pages: the trash page 0 is not one of them, so page numbers run from 1 to `num_pages`.
+    """
+
+    rows: int
+    num_pages: int
+    page_size: int  # tokens per page
+    prefill_chunk: int  # tokens
+    max_len: int  # longest sequence in tokens, prompt and answer together
+    chunk_pages: int = 16  # pages moved by one transfer chunk
+    chunk_bytes: int = 0  # host bytes one chunk occupies, padding included
+    chunks_per_step: int = 4  # transfer chunks dispatched in one step, parks and restores together
+    host_budget_bytes: int | None = None  # None: no limit; 0: no image may be held
+    margin_steps: int = 8
+    starve_after: int = 3
+    victim: str = "smallest"
+    resume: str = "head"
+    hold: bool = False  # pages of a parked chunk come back when its copy is done, not when it is dispatched
+    planner: bool = True
+    park_every: int = 0
+    park_seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One transfer of at most `chunk_pages` pages. `index` counts chunks of the image; the first page is logical page index * chunk_pages."""
+
+    seq_id: int
+    epoch: int
+    index: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """`pages` become entries first, first + 1, ... of the block table of `row`."""
+
+    row: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Prompt tokens start .. start + length - 1 of a sequence. `is_last`: it ends the prompt, and its program samples the first token."""
+
+    seq_id: int
+    row: int
+    start: int
+    length: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One row of the decode batch. `position` is the cell its input token is written to: prompt_len + generated - 1."""
+
+    seq_id: int
+    row: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that happened while planning that a person may want to see: kind is one of
+    park, restore, park_refused, last_resort, over_budget (the sequence ended: nobody could go on), admit."""
+
+    kind: str
+    seq_id: int
+    reason: str = ""
+    num_tokens: int = 0
+    num_pages: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step does, in this order: park, restore, tables, prefill, decode."""
+
+    step: int
+    park: tuple[Chunk, ...] = ()
+    restore: tuple[Chunk, ...] = ()
+    tables: tuple[TableUpdate, ...] = ()
+    prefill: PrefillChunk | None = None
+    decode: tuple[DecodeRow, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened. A sequence in `finished` may also be the one that was prefilled or decoded."""
+
+    prefilled: PrefillChunk | None = None
+    decoded: tuple[int, ...] = ()  # ids of sequences that made one token in the decode step
+    finished: Mapping[int, str] = field(default_factory=dict)  # id -> finish reason
+    parked: tuple[Chunk, ...] = ()  # chunks whose copy to the host is done
+    restored: tuple[Chunk, ...] = ()  # chunks that are back in their pages, checksum verified

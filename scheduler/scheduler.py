@@ -1,0 +1,129 @@
+"""The scheduler: sequences are added, each step is planned, what happened is committed.
+
+It decides who runs, who parks and who returns, and owns page numbers and host byte counts. It never sees a token, an array or a clock
+(`now` is handed in), so that the same `Scheduler` runs behind the engine, the simulator and the fake runner of the tests.
+"""
+
+from jaxkv.scheduler.books import Books, Counters, Turn
+from jaxkv.scheduler.build import end_one_if_stuck, fill_batch
+from jaxkv.scheduler.check import check_books
+from jaxkv.scheduler.commit import enter_outcome
+from jaxkv.scheduler.config import validate
+from jaxkv.scheduler.copies import dispatch_parks, end
+from jaxkv.scheduler.forced import park_forced
+from jaxkv.scheduler.need import answer_limit
+from jaxkv.scheduler.plan import Outcome, Plan, SchedulerConfig
+from jaxkv.scheduler.returns import let_in
+from jaxkv.scheduler.room import last_resort, make_room, serve_last_tokens
+from jaxkv.scheduler.sequence import RUNNING, Sequence, State
+from jaxkv.scheduler.views import Snapshot, snapshot
+
+
+class Scheduler:
+    """Who runs, who parks, who returns. Not thread-safe: one loop owns it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """Raises ValueError for sizes or names that cannot work."""
+        validate(config)
+        self.config = config
+        self._books = Books(config)
+
+    def add(self, seq_id: int, prompt_len: int, max_new: int | None, now: float) -> int:
+        """Put a new sequence into the waiting line and return how many tokens it may generate at most.
+
+        That is `max_new`, or less where the pool or the model's length ends it sooner. Raises DoesNotFit if the prompt alone can never
+        fit, ValueError for a length below 1 or an id in use.
+        """
+        books = self._books
+        if seq_id in books.sequences:
+            raise ValueError(f"sequence {seq_id} is known already: forget it after its end, or choose another id")
+        limit = answer_limit(self.config, prompt_len, max_new)
+        seq = Sequence(seq_id, prompt_len, limit, order=books.num_added, added_at=now)
+        books.sequences[seq_id] = seq
+        books.waiting.append(seq)
+        books.num_added += 1
+        books.num_live += 1
+        return limit
+
+    def cancel(self, seq_id: int) -> str:
+        """End it as CANCELLED now, whatever it is doing; "" or the reason why nothing happened."""
+        refusal = self._end(seq_id, State.CANCELLED, "cancelled")
+        self._books.counters.num_cancelled += not refusal
+        return refusal
+
+    def fail(self, seq_id: int, reason: str) -> str:
+        """End it as FAILED now, whatever it is doing; "" or the reason why nothing happened."""
+        refusal = self._end(seq_id, State.FAILED, reason)
+        self._books.counters.num_failed += not refusal
+        return refusal
+
+    def park(self, seq_id: int) -> str:
+        """Ask the next plan to park it, once it has made progress since its return; "" or the reason why nothing happens."""
+        seq = self._books.sequences.get(seq_id)
+        if seq is None:
+            return f"sequence {seq_id} is not known"
+        if seq.state not in RUNNING:
+            return f"sequence {seq_id} is {seq.state}"
+        if seq.park_asked:
+            return f"sequence {seq_id} is to be parked already"
+        seq.park_asked = True
+        return ""
+
+    def forget(self, seq_id: int) -> None:
+        """Drop the record of a sequence that has ended; copies still in flight are accounted for all the same."""
+        seq = self._books.sequences[seq_id]
+        assert seq.is_over, f"sequence {seq_id} is {seq.state}: only an ended one can be forgotten"
+        del self._books.sequences[seq_id]
+
+    def plan(self, now: float, free_chunks: int) -> Plan:
+        """Decide the next step. `free_chunks`: transfer chunks that the runner can take now."""
+        books = self._books
+        turn = Turn(books.num_steps, now, min(free_chunks, self.config.chunks_per_step))
+        books.num_steps += 1
+        park_forced(books, turn)
+        serve_last_tokens(books, turn)
+        if self.config.planner:
+            make_room(books, turn)
+        dispatch_parks(books, turn)
+        let_in(books, turn)
+        last_resort(books, turn)
+        fill_batch(books, turn)
+        end_one_if_stuck(books, turn)
+        return turn.plan()
+
+    def commit(self, outcome: Outcome, now: float) -> None:
+        """Enter what happened: copies that are done, at any time, and the progress of the last plan."""
+        enter_outcome(self._books, outcome)
+
+    def check(self) -> None:
+        """AssertionError if a page, a host byte, a row or a park is lost or counted twice."""
+        check_books(self._books)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody lives and no copy is in flight."""
+        return not self._books.num_live and not self._books.flights
+
+    @property
+    def counters(self) -> Counters:
+        """What happened so far."""
+        counters, host = self._books.counters, self._books.host
+        counters.host_bytes, counters.host_bytes_peak = host.held, host.peak
+        return counters
+
+    def state(self, seq_id: int) -> State:
+        """Where a sequence is in its life; KeyError for one never added or forgotten."""
+        return self._books.sequences[seq_id].state
+
+    def snapshot(self) -> Snapshot:
+        """A frozen picture of everything that lives."""
+        return snapshot(self._books)
+
+    def _end(self, seq_id: int, state: State, reason: str) -> str:
+        seq = self._books.sequences.get(seq_id)
+        if seq is None:
+            return f"sequence {seq_id} is not known"
+        if seq.is_over:
+            return f"sequence {seq_id} is {seq.state}"
+        end(self._books, seq, state, reason)
+        return ""

@@ -1,0 +1,82 @@
+"""One sequence as the scheduler sees it: where it is in its life, what it holds. Knows no token, no page content, no clock.
+
+     WAITING -> PREFILLING -> DECODING -> FINISHED
+                   |  ^          |  ^
+                   v  |          v  |
+                  PARKING -> PARKED -> RESTORING
+                     |          |          |
+     from any state -'----------'----------'---> CANCELLED / FAILED
+
+    transition                            performed by             guaranteed afterwards
+    ------------------------------------  -----------------------  ------------------------------------------------------------------
+    (new)      -> WAITING                 Scheduler.add            holds nothing
+    WAITING    -> PREFILLING              returns.enter            owns a row and the pages of its first chunk
+    PREFILLING -> DECODING                commit.prefilled         every prompt cell is in its pages, one token is made
+    PREFILLING, DECODING -> PARKING       copies.start_park        no row; host bytes for the whole image; its pages are leaving
+    PARKING    -> PARKED                  copies.land              host bytes, no pages, no row (at once when it had computed nothing)
+    PARKED     -> RESTORING               returns.enter            owns a row and all its pages, its next step's too; not scheduled
+    RESTORING  -> PREFILLING, DECODING    copies.land              as before the park; its host bytes are given back
+    any        -> a terminal state        copies.end               no row; what no copy touches is given back now, the rest on landing
+
+Repeating a command is a no-op with a reason. Each park, restore and end starts a new epoch; a copy that lands with an old one changes
+nothing but the accounts.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from jaxkv.scheduler.plan import Chunk
+
+
+class State(StrEnum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PARKING = "parking"
+    PARKED = "parked"
+    RESTORING = "restoring"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+RUNNING = frozenset({State.PREFILLING, State.DECODING})
+AWAY = frozenset({State.PARKING, State.PARKED, State.RESTORING})  # parked, and not yet back to work
+OVER = frozenset({State.FINISHED, State.CANCELLED, State.FAILED})
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The scheduler's record of one sequence; `order` counts arrivals, so a smaller one is older."""
+
+    seq_id: int
+    prompt_len: int
+    limit: int  # tokens it may generate
+    order: int
+    added_at: float
+    state: State = State.WAITING
+    row: int | None = None
+    pages: list[int] = field(default_factory=list)  # held by a resident, in logical order
+    num_cells: int = 0  # tokens whose keys and values are in its pages or its image
+    num_generated: int = 0
+    epoch: int = 0
+
+    image_pages: int = 0
+    image_bytes: int = 0
+    copies_due: deque[Chunk] = field(default_factory=deque)  # chunks of the park or restore under way, not yet dispatched
+    copies_out: set[int] = field(default_factory=set)  # indices of those in flight
+
+    num_parks: int = 0
+    parked_since: float | None = None
+    has_progressed: bool = True  # since its last return: a chunk or a token
+    forced_at: int = 0  # cells it had when a forced park last came due
+    park_asked: bool = False
+    was_refused: bool = False  # the host budget had no room for its image in the present shortage
+    reason: str = ""  # why it ended
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
