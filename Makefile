@@ -28,8 +28,8 @@ $(READY): requirements.lock pyproject.toml
 	fi
 	echo "setting up $(VENV) with $$("$$found" --version)" >&2
 	[ -x $(BIN)/python ] || "$$found" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --requirement requirements.lock
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)
 
 weights: $(READY) ## download SmolLM2 into the cache folder

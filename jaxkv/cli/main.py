@@ -82,8 +82,8 @@ def _dispatch(words: list[str]) -> int:
 
 def _is_for_a_person(error: Exception) -> bool:
     """Whether the message alone says enough: our own errors, and those of the models if they have been loaded."""
-    models = sys.modules.get("jaxkv.models")
-    return isinstance(error, JaxkvError) or (models is not None and isinstance(error, getattr(models, "ModelError", ())))
+    errors = sys.modules.get("jaxkv.models.errors")
+    return isinstance(error, JaxkvError) or (errors is not None and isinstance(error, errors.ModelError))
 
 
 def _reader_left() -> int:

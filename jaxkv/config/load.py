@@ -93,7 +93,9 @@ def _read(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ConfigError(f"{path} is not valid YAML: {where}{getattr(error, 'problem', None) or error}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -153,10 +155,11 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """The mapping of `node`; raise where one key stands twice."""
-        keys = [key.value for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        seen = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep=deep)
 
 
