@@ -1,0 +1,51 @@
+"""Chat templates: Jinja in a sandbox, with the helpers that templates written for transformers expect. Knows no tokens."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxkv.models.errors import ModelError
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks answers for training; here it is only passed through."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    """The prompt text of a conversation; whatever the template objects to is a ModelError."""
+    try:
+        return compile_template(template).render(messages=messages, **variables)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise ModelError(f"the chat template cannot render these messages: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def compile_template(template: str) -> jinja2.Template:
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = _to_json
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return env.from_string(template)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    # Jinja's own filter escapes < > & ', which a model never saw in training.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

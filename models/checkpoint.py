@@ -1,0 +1,122 @@
+"""Any checkpoint by its path: which format it is, what it holds, load it, convert it. Knows the loaders, none of their names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.errors import ModelError
+from jaxkv.models.hf_tokenizer import HfTokenizer
+from jaxkv.models.load_gguf import open_gguf
+from jaxkv.models.load_hf import open_hf
+from jaxkv.models.load_orbax import DESCRIPTION, Description, open_converted, write_converted
+from jaxkv.models.parameters import OnStage, Stages, flat_parameters, numpy_dtype
+from jaxkv.models.sharding import AXIS, check_mesh
+
+OnProgress = Callable[[int, int], None]  # tensors done, tensors in all
+
+
+class Opened(Protocol):
+    """A checkpoint whose headers have been read, in any format."""
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+    @property
+    def has_tokenizer(self) -> bool: ...
+    @property
+    def weights_bytes(self) -> int: ...
+
+    def check(self) -> None:
+        """Refuse missing and left-over tensors."""
+
+    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnProgress | None = None) -> Any: ...
+    def tokenizer(self) -> HfTokenizer | None: ...
+    def weights_sha256(self, dtype: str) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What can be said of a checkpoint without reading its weights."""
+
+    path: Path
+    format: str  # huggingface, gguf or orbax
+    config: ModelConfig
+    eos_ids: frozenset[int]
+    has_tokenizer: bool
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A loaded model with what belongs to it. `weights_sha256` names the weights, wherever they lie and in whichever format."""
+
+    model: Any
+    config: ModelConfig
+    tokenizer: HfTokenizer | None
+    eos_ids: frozenset[int]
+    weights_sha256: str
+
+
+def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
+    """Read a checkpoint's headers and check its tensor names; raises ModelError for whatever is wrong with it."""
+    opened = _open(Path(path))
+    opened.check()
+    return CheckpointInfo(Path(path), opened.format, opened.config, opened.eos_ids, opened.has_tokenizer, opened.weights_bytes)
+
+
+def load_checkpoint(path: str | Path, *, dtype: str, mesh: Mesh, on_stage: OnStage | None = None) -> Checkpoint:
+    """Load a model onto a mesh with the axis "tensor", and its tokenizer.
+
+    `on_stage(name, seconds)` hears how long each of open, read, convert, place, tokenizer and hash took, once all are done.
+    """
+    numpy_dtype(dtype)
+    stages = Stages()
+    with stages.measure("open"):
+        opened = _open(Path(path))
+        check_mesh(opened.config, mesh.shape[AXIS])
+    model = opened.load(dtype, mesh, stages)
+    with stages.measure("tokenizer"):
+        tokenizer = opened.tokenizer()
+    with stages.measure("hash"):
+        sha256 = opened.weights_sha256(dtype)
+    stages.report(on_stage)
+    return Checkpoint(model, opened.config, tokenizer, opened.eos_ids, sha256)
+
+
+def save_converted(path_in: str | Path, path_out: str | Path, dtype: str, progress: OnProgress | None = None) -> Path:
+    """Convert a GGUF file or Hugging Face folder to an Orbax checkpoint in this dtype; the folder appears only when it is whole."""
+    numpy_dtype(dtype)
+    source, target = _open(Path(path_in)), Path(path_out)
+    if source.format == "orbax":
+        raise ModelError(f"{path_in} is converted already; give the GGUF file or the Hugging Face folder it was made from")
+    if target.exists():
+        raise ModelError(f"{target} exists already; remove it or choose another folder")
+    model = source.load(dtype, Mesh(np.array(jax.devices()[:1]), (AXIS,)), Stages(), progress)
+    description = Description(source.config, source.eos_ids, dtype, source.weights_sha256(dtype), source.format)
+    write_converted(target, description, flat_parameters(nnx.state(model)), source.tokenizer())
+    return target
+
+
+def _open(path: Path) -> Opened:
+    """Read the headers of whatever lies at this path."""
+    if not path.exists():
+        raise ModelError(f"{path} does not exist; model.path takes a folder, a .gguf file or a known name")
+    if path.is_file():
+        return open_gguf(path)
+    if (path / DESCRIPTION).exists():
+        return open_converted(path)
+    if (path / "config.json").exists():
+        return open_hf(path)
+    files = sorted(file.name for file in path.glob("*.gguf"))
+    hint = f"; point at one of its files: {', '.join(files)}" if files else ""
+    raise ModelError(f"{path} is no model folder: it has neither config.json (Hugging Face) nor {DESCRIPTION} (converted){hint}")

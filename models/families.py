@@ -1,0 +1,23 @@
+"""Which model families exist: `model_type` to class, as strings, so that reading a config imports no Flax."""
+
+from importlib import import_module
+from typing import Any
+
+from jaxkv.models.errors import ModelError
+
+FAMILIES: dict[str, str] = {
+    "llama": "jaxkv.models.llama:Llama",
+}
+
+
+def check_supported(model_type: str, where: str) -> None:
+    """Refuse a family that is not in the registry, naming those that are."""
+    if model_type not in FAMILIES:
+        raise ModelError(f"{where}: model_type {model_type!r} is not supported; supported are: {', '.join(sorted(FAMILIES))}")
+
+
+def model_class(model_type: str) -> Any:
+    """The module class of a family."""
+    check_supported(model_type, "model")
+    module, _, name = FAMILIES[model_type].partition(":")
+    return getattr(import_module(module), name)

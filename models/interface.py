@@ -1,0 +1,30 @@
+"""What a model asks for and offers, as types. Knows no family and no cache."""
+
+from typing import Any, Protocol
+
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+
+class Attend(Protocol):
+    """Attention as an argument: stores the new keys and values in `cache`, attends, and returns the new cache.
+
+    The cache is opaque to the model. The t tokens are one token of each of t rows or a run of one sequence; only the attend function knows which.
+    """
+
+    def __call__(
+        self, layer: int, q: Float[Array, "t h d"], k: Float[Array, "t k d"], v: Float[Array, "t k d"], cache: Any, *, scale: float
+    ) -> tuple[Float[Array, "t h d"], Any]: ...
+
+
+class LanguageModel(Protocol):
+    """Every family's module: hidden states and cache from tokens, logits from hidden states."""
+
+    def __call__(
+        self, tokens: Int[Array, " t"], positions: Int[Array, " t"], cache: Any, attend: Attend
+    ) -> tuple[Float[Array, "t m"], Any]: ...
+
+    def logits(self, hidden: Float[Array, "t m"]) -> Float[Array, "t v"]: ...
+
+    @staticmethod
+    def partition(path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec: ...

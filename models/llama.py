@@ -1,0 +1,93 @@
+"""The Llama family (`model_type` llama): SmolLM2, Llama 2 and 3, TinyLlama. Knows no cache and no checkpoint."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.interface import Attend
+from jaxkv.models.layers import Embedding, GatedMLP, Linear, RMSNorm, rope_angles, rope_frequencies, rotate
+from jaxkv.models.sharding import by_rule
+
+# Parameter name ending -> the axis that is split over the mesh's "tensor" axis. What is not listed is replicated.
+SPLIT = {
+    "attn.q.kernel": 1,
+    "attn.k.kernel": 1,
+    "attn.v.kernel": 1,
+    "attn.o.kernel": 0,
+    "mlp.gate.kernel": 1,
+    "mlp.up.kernel": 1,
+    "mlp.down.kernel": 0,
+    "embed.table": 0,
+    "head.table": 0,
+}
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; query head i reads kv head i // (h / k)."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype):
+        m, h, k, d = config.hidden_dim, config.num_heads, config.num_kv_heads, config.head_dim
+        self.layer, self.head_dim = layer, d
+        self.q = Linear(m, h * d, dtype)
+        self.k = Linear(m, k * d, dtype)
+        self.v = Linear(m, k * d, dtype)
+        self.o = Linear(h * d, m, dtype)
+
+    def __call__(self, x: Float[Array, "t m"], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "t m"], Any]:
+        t, d = x.shape[0], self.head_dim
+        q = rotate(self.q(x).reshape(t, -1, d), *angles)
+        k = rotate(self.k(x).reshape(t, -1, d), *angles)
+        v = self.v(x).reshape(t, -1, d)
+        out, cache = attend(self.layer, q, k, v, cache, scale=d**-0.5)
+        return self.o(out.astype(x.dtype).reshape(t, -1)), cache
+
+
+class Block(nnx.Module):
+    """One decoder layer: x + attention(norm x), then x + mlp(norm x)."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype):
+        self.attn_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype)
+        self.attn = Attention(config, layer, dtype)
+        self.mlp_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype)
+        self.mlp = GatedMLP(config.hidden_dim, config.ffn_dim, dtype)
+
+    def __call__(self, x: Float[Array, "t m"], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "t m"], Any]:
+        mixed, cache = self.attn(self.attn_norm(x), angles, cache, attend)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Llama(nnx.Module):
+    """Decoder-only transformer (https://arxiv.org/abs/2307.09288)."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_dim, dtype)
+        self.layers = nnx.List([Block(config, layer, dtype) for layer in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype)
+        if not config.tie_embeddings:
+            self.head = Embedding(config.vocab_size, config.hidden_dim, dtype)
+
+    def __call__(
+        self, tokens: Int[Array, " t"], positions: Int[Array, " t"], cache: Any, attend: Attend
+    ) -> tuple[Float[Array, "t m"], Any]:
+        """Hidden states after the final norm, and the cache with these tokens' keys and values added by `attend`."""
+        x = self.embed(tokens)
+        angles = rope_angles(positions, rope_frequencies(self.config.rope, self.config.head_dim))
+        for block in self.layers:
+            x, cache = block(x, angles, cache, attend)
+        return self.norm(x), cache
+
+    def logits(self, hidden: Float[Array, "t m"]) -> Float[Array, "t v"]:
+        """Float32 logits of hidden states that __call__ returned."""
+        head = self.embed if self.config.tie_embeddings else self.head
+        return head.logits(hidden)
+
+    @staticmethod
+    def partition(path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec:
+        """How the parameter `path` (for example "layers.0.attn.q.kernel") is split over the mesh's axis "tensor"."""
+        return by_rule(SPLIT, path, shape, num_shards)

@@ -1,0 +1,122 @@
+"""Hugging Face folders: config.json, safetensors (one file or sharded). The only place with Hugging Face's tensor names."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxkv.models.config import ModelConfig, read_config, read_eos_ids
+from jaxkv.models.errors import ModelError
+from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
+from jaxkv.models.parameters import OnTensor, Stages, Tensor, check_names, check_shapes, hash_files, place_tensors
+from jaxkv.models.safetensors_file import Entry, read_header
+
+# Per family: tensor name -> parameter path; "{}" is the layer. Kernels are [out, in] in the file and [in, out] in the model.
+LLAMA_TOP = {"model.embed_tokens.weight": "embed.table", "model.norm.weight": "norm.scale"}
+LLAMA_HEAD = {"lm_head.weight": "head.table"}
+LLAMA_LAYER = {
+    "model.layers.{}.input_layernorm.weight": "layers.{}.attn_norm.scale",
+    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attn.q.kernel",
+    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attn.k.kernel",
+    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attn.v.kernel",
+    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attn.o.kernel",
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.mlp_norm.scale",
+    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.mlp.gate.kernel",
+    "model.layers.{}.mlp.up_proj.weight": "layers.{}.mlp.up.kernel",
+    "model.layers.{}.mlp.down_proj.weight": "layers.{}.mlp.down.kernel",
+}
+NAMES = {"llama": (LLAMA_TOP, LLAMA_HEAD, LLAMA_LAYER)}
+IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and that follow from the config
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """What a folder says of itself before any weight is read."""
+
+    path: Path
+    config: ModelConfig
+    eos_ids: frozenset[int]
+    files: tuple[Path, ...]
+    entries: dict[str, Entry]
+
+    format = "huggingface"
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.path / "tokenizer.json").exists()
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    def check(self) -> None:
+        self.tensors()
+
+    def tensors(self) -> list[Tensor]:
+        """Every parameter's tensor; refuses missing, left-over and misshapen ones."""
+        names = tensor_names(self.config)
+        check_names(names, self.entries, str(self.path))
+        tensors = [_tensor(key, path, self.entries[key]) for key, path in names.items()]
+        check_shapes(self.config, tensors, str(self.path))
+        return tensors
+
+    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnTensor | None = None) -> Any:
+        return place_tensors(self.config, dtype, mesh, self.tensors(), stages, on_tensor)
+
+    def tokenizer(self) -> HfTokenizer | None:
+        return read_tokenizer(self.path)
+
+    def weights_sha256(self, dtype: str) -> str:
+        return hash_files(self.files)
+
+
+def tensor_names(config: ModelConfig) -> dict[str, str]:
+    """Every tensor name a checkpoint of this config has, and the parameter it becomes."""
+    top, head, layer = NAMES[config.model_type]
+    names = dict(top) if config.tie_embeddings else {**top, **head}
+    return names | {key.format(i): path.format(i) for i in range(config.num_layers) for key, path in layer.items()}
+
+
+def open_hf(path: Path) -> HfFolder:
+    """Read config.json, generation_config.json and the safetensors headers of a folder."""
+    config_json = read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    config = read_config(config_json, str(path / "config.json"))
+    files = _weight_files(path)
+    entries = {name: entry for file in files for name, entry in read_header(file).items() if not name.endswith(IGNORED)}
+    tied = next(iter(NAMES[config.model_type][1])) not in entries  # what is in the file wins over the config's word
+    eos_ids = read_eos_ids(config_json, read_json(generation) if generation.exists() else {})
+    return HfFolder(path, config.with_tied(tied), eos_ids, files, entries)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a ModelError that names the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} must hold a JSON object, got a {type(data).__name__}")
+    return data
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (path / name).exists()]
+        if missing or not names:
+            raise ModelError(f"{index} names weight files that are not there: {', '.join(missing) or 'none at all'}")
+        return tuple(path / name for name in names)
+    if single.exists():
+        return (single,)
+    raise ModelError(f"{path} has neither model.safetensors nor model.safetensors.index.json (other weight formats are not read)")
+
+
+def _tensor(key: str, path: str, entry: Entry) -> Tensor:
+    if path.endswith(".kernel"):
+        return Tensor(path, key, entry.shape[::-1], entry.read, np.transpose)
+    return Tensor(path, key, entry.shape, entry.read, np.asarray)
