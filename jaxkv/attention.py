@@ -1,0 +1,94 @@
+"""Attention over pages: write the new keys and values, then read every key back from the pages, block by block.
+
+The rule that exactness rests on: a token's own key takes the same way through the pages as all the others, and blocks are aligned to
+absolute position. So the bits of an answer depend neither on where a prompt was cut, nor on which pages were free, nor on the neighbours.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv.pool import LayerPages, PoolArrays, PoolLayout, decode, encode
+
+BLOCK_TOKENS = 64  # keys per turn of the loop; a longer page is a block of its own
+MASKED = -1e30  # finite: the difference of two masked scores must not be NaN
+
+Attend = Callable[..., tuple[Array, PoolArrays]]
+
+
+def pages_per_block(page_size: int) -> int:
+    """How many pages one turn of the loop reads. Page size 16: 4 pages, 64 tokens. Page size 24: 3 pages, 72 tokens."""
+    return max(1, -(-BLOCK_TOKENS // page_size))
+
+
+def table_width(max_len: int, page_size: int) -> int:
+    """Entries of a block table: enough for `max_len` tokens, in whole blocks, so that no block is cut short. It never depends on the pool."""
+    per_block = pages_per_block(page_size)
+    pages = -(-max_len // page_size)
+    return -(-pages // per_block) * per_block
+
+
+def paged_attend(layout: PoolLayout, table: Int[Array, "n w"], positions: Int[Array, "n c"], valid: Int[Array, "n c"]) -> Attend:
+    """The `attend` argument of a model, for n sequences with c query tokens each (decode: c = 1; a prompt chunk: n = 1).
+
+    Tokens reach the model flat, t = n * c. Where `valid` is false (an idle row, padding) keys go to the trash page and the output is unused.
+    """
+    n, c = positions.shape
+    page = jnp.take_along_axis(table, positions // layout.page_size, axis=1)
+    page = jnp.where(valid, page, 0).reshape(n * c)
+    cell = (positions % layout.page_size).reshape(n * c)
+
+    def attend(
+        layer: int, q: Float[Array, "t h d"], k: Float[Array, "t k d"], v: Float[Array, "t k d"], cache: PoolArrays, *, scale: float
+    ) -> tuple[Array, PoolArrays]:
+        pages = write_cells(cache[layer], k, v, page, cell, layout)
+        out = attend_blocks(q.reshape(n, c, *q.shape[1:]), pages, table, positions, layout, scale)
+        return out.reshape(q.shape).astype(q.dtype), [*cache[:layer], pages, *cache[layer + 1 :]]
+
+    return attend
+
+
+def write_cells(pages: LayerPages, k: Array, v: Array, page: Array, cell: Array, layout: PoolLayout) -> LayerPages:
+    """Put the new keys and values, [t, k, d] each, into their cells, in storage precision."""
+    keys, values = pages
+    put = {"mode": "promise_in_bounds"}
+    return keys.at[page, :, cell].set(encode(k, layout), **put), values.at[page, :, cell].set(encode(v, layout), **put)
+
+
+def attend_blocks(
+    q: Float[Array, "n c h d"], pages: LayerPages, table: Int[Array, "n w"], positions: Int[Array, "n c"], layout: PoolLayout, scale: float
+) -> Float[Array, "n c h d"]:
+    """Causal attention with the online softmax (Milakov and Gimelshein, 2018), one block of keys a turn, for as long as the longest needs.
+
+    A block beyond a sequence's own end changes nothing, bit for bit: every weight is 0, the running maximum stays, and x * 1 + 0 is x. So the
+    number of turns may depend on the neighbours while no result does.
+    """
+    n, c, h, d = q.shape
+    num_kv = layout.num_kv_heads
+    g = h // num_kv  # query head i reads kv head i // g
+    per_block = pages_per_block(layout.page_size)
+    block = per_block * layout.page_size
+    q = (q.astype(jnp.float32) * scale).reshape(n, c, num_kv, g, d).transpose(0, 2, 1, 3, 4).reshape(n, num_kv, c * g, d)
+    last = jnp.repeat(positions, g, axis=1)[:, None, :, None]  # [n, 1, c*g, 1]
+
+    def read(array: Array, ids: Array) -> Array:
+        cells = decode(jnp.take(array, ids, axis=0, mode="clip"), layout)  # [n, pages, k, z, d]
+        return cells.swapaxes(1, 2).reshape(n, num_kv, block, d)
+
+    def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
+        score = jnp.einsum("nkqd,nksd->nkqs", q, read(pages[0], ids), precision=lax.Precision.HIGHEST)
+        seen = (i * block + jnp.arange(block))[None, None, None, :] <= last
+        new_top = jnp.maximum(top, jnp.where(seen, score, MASKED).max(-1))
+        weight = jnp.where(seen, jnp.exp(score - new_top[..., None]), 0.0)
+        fade = jnp.exp(top - new_top)
+        value = jnp.einsum("nkqs,nksd->nkqd", weight, read(pages[1], ids), precision=lax.Precision.HIGHEST)
+        return new_top, total * fade + weight.sum(-1), out * fade[..., None] + value
+
+    start = (jnp.full(q.shape[:3], MASKED), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape))
+    _, total, out = lax.fori_loop(0, positions.max() // block + 1, turn, start)
+    out = out / total[..., None]
+    return out.reshape(n, num_kv, c, g, d).transpose(0, 2, 1, 3, 4).reshape(n, c, h, d)

@@ -1,0 +1,357 @@
+"""The engine: requests in, answers out, one step at a time. Owns the loop and the live sequences.
+
+The scheduler decides, the programs compute, the transfer moves images; this file carries plans from one to the others and tokens to their
+sequences. All of it runs in the caller's thread.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from jaxkv.config import Config
+from jaxkv.errors import JaxkvError, RequestError
+from jaxkv.guard import CompileGuard, RecompileError
+from jaxkv.live import Handle, Live, OnToken
+from jaxkv.output import Output
+from jaxkv.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, Completion, SamplingParams, TokenLogprobs
+from jaxkv.rows import Rows
+from jaxkv.sampling import MAX_BANNED, Sampled
+from jaxkv.scheduler import DoesNotFit, Outcome, Plan, Scheduler, State
+from jaxkv.startup import OnStage, start
+from jaxkv.stats import EngineStats
+from jaxkv.status import EngineStatus, read_status
+from jaxkv.summary import engine_summary
+
+_IDLE_S = 2e-4  # how long a step sleeps when it only waits for copies
+
+
+class Engine:
+    """Serves requests for one model through one pool.
+
+    Use it as a context manager: `with Engine(config) as engine: engine.generate(["Once upon a time"])`. Starting loads the weights, compiles every program
+    and runs each once; raises ConfigError or ModelError with one clear message when that cannot work.
+    """
+
+    def __init__(self, config: Config, on_stage: OnStage | None = None) -> None:
+        self.config = config
+        self.parts = start(config, on_stage)
+        self.scheduler = Scheduler(self.parts.scheduler_config)
+        self.stats = EngineStats()
+        self._rows = Rows(self.parts.shapes, self.parts.layout)
+        self._guard = CompileGuard(strict=config.run.compile_guard)
+        self._live: dict[int, Live] = {}
+        self._num_submitted = 0
+        self._num_polls = 0
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # What a caller may look at
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None when it has none."""
+        return self.parts.checkpoint.tokenizer
+
+    @property
+    def model_config(self) -> Any:
+        """The model's sizes."""
+        return self.parts.checkpoint.config
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence in tokens, prompt and answer together."""
+        return self.parts.shapes.max_len
+
+    @property
+    def capacity(self) -> int:
+        """Usable tokens of the pool."""
+        return self.parts.layout.num_tokens
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Two engines with the same one give the same bytes for the same request."""
+        return self.parts.fingerprint
+
+    @property
+    def messages(self) -> list[str]:
+        """What the start-up has to say, each line once."""
+        return self.parts.messages
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do, copies included."""
+        return not self._live and self.parts.transfer.num_in_flight == 0
+
+    @property
+    def num_compiles_after_warmup(self) -> int:
+        """Compilations during steps: 0, or the guard would have raised."""
+        return self._guard.num_compiles
+
+    def status(self) -> EngineStatus:
+        """Who runs, who is parked, how full the pool is, now."""
+        return read_status(self)
+
+    def summary(self) -> dict[str, Any]:
+        """All the numbers of the run so far."""
+        return engine_summary(self)
+
+    def live(self, seq_id: int) -> Live | None:
+        """The sequence of a request that has not ended."""
+        return self._live.get(seq_id)
+
+    # Requests
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None) -> Handle:
+        """Take a request; it runs whenever somebody takes steps. Raises RequestError for one that can never be served.
+
+        `on_token(handle, token_id)` is called in the engine's thread for every token.
+        """
+        self._check_open()
+        banned = self._check(prompt, params)
+        seq_id, now = self._num_submitted, time.perf_counter()
+        try:
+            limit = self.scheduler.add(seq_id, len(prompt), params.max_tokens, now)
+        except DoesNotFit as error:
+            raise RequestError(str(error), "prompt") from error
+        self._num_submitted += 1
+        handle = Handle(seq_id, self)
+        asked = min(params.max_tokens or self.max_len, self.max_len - len(prompt) + 1)
+        if limit < asked:
+            handle.will_truncate_at = limit
+        output = Output(self.tokenizer, self.parts.checkpoint.eos_ids, params, limit)
+        self._live[seq_id] = Live(seq_id, np.array(prompt, np.int32), params, banned, output, handle, now, on_token)
+        handle.token_ids = output.token_ids
+        self.stats.num_requests += 1
+        self.stats.prompt_tokens += len(prompt)
+        self.stats.started_s = self.stats.started_s or now
+        return handle
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Answer all prompts (text or token ids), in their order; `params` is one for all or one for each."""
+        wishes = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(wishes) != len(prompts):
+            raise RequestError(f"params: got {len(wishes)} for {len(prompts)} prompts; give one, or one for each", "params")
+        handles = [self.submit(self._encode(prompt), wish) for prompt, wish in zip(prompts, wishes, strict=True)]
+        return [handle.result() for handle in handles]
+
+    def cancel(self, handle: Handle) -> None:
+        """End a request now; its pages and bytes come back as soon as no copy touches them."""
+        if handle.seq_id in self._live:
+            self.scheduler.cancel(handle.seq_id)
+            self._end(handle.seq_id, "cancelled")
+
+    def close(self) -> None:
+        """Cancel what is left, wait for the copies, free everything. Closing twice is closing once."""
+        if self._closed:
+            return
+        self._closed = True
+        for sequence in list(self._live.values()):
+            self.cancel(sequence.handle)
+        self.parts.transfer.drain()
+        self.parts.pool.arrays = []
+        gc.collect()
+
+    # One step
+
+    def step(self) -> None:
+        """One turn: copies that arrived, a plan, parks and restores, a prompt chunk, one token for every row."""
+        self._check_open()
+        with self._guard:
+            self._land()
+            plan = self.scheduler.plan(time.perf_counter(), self.parts.transfer.free_chunks)
+            self._take_note(plan)
+            self._move(plan)
+            prefilled, decoded = self._dispatch(plan)
+            self._collect(plan, prefilled, decoded)
+        self.stats.num_steps += 1
+        if not plan.prefill and not plan.decode and self.parts.transfer.num_in_flight:
+            time.sleep(_IDLE_S)
+
+    def _land(self) -> None:
+        """Tell the scheduler which copies arrived; polled every turn, also when no batch runs."""
+        self._num_polls += 1
+        landed = self.parts.transfer.poll(self._num_polls)
+        if not (landed.parked or landed.restored or landed.failed):
+            return
+        now = time.perf_counter()
+        self.scheduler.commit(Outcome(parked=tuple(landed.parked), restored=tuple(landed.restored)), now)
+        for chunk, reason in landed.failed:
+            self._fail(chunk.seq_id, reason)
+        for chunk in landed.restored:
+            self._resume(chunk.seq_id, now)
+
+    def _resume(self, seq_id: int, now: float) -> None:
+        sequence = self._live.get(seq_id)
+        if sequence is not None and sequence.paused_s is not None and self.scheduler.state(seq_id) in (State.PREFILLING, State.DECODING):
+            self.stats.pause_s.append(sequence.resume(now))
+            self.parts.transfer.discard(seq_id)
+
+    def _take_note(self, plan: Plan) -> None:
+        """Pauses begin with the plan; a sequence that had nothing to copy is back at once; one that cannot go on ends here."""
+        now = time.perf_counter()
+        for note in plan.notes:
+            if note.kind == "park":
+                self._live[note.seq_id].pause(now)
+            elif note.kind == "restore":
+                self._resume(note.seq_id, now)
+            elif note.kind == "over_budget":
+                self._end(note.seq_id, "error", note.reason)
+
+    def _move(self, plan: Plan) -> None:
+        """Issue this step's copies; nothing is waited for."""
+        for move, chunks in ((self.parts.transfer.park, plan.park), (self.parts.transfer.restore, plan.restore)):
+            for chunk in chunks:
+                try:
+                    move(chunk, self._num_polls)
+                except RecompileError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - out of memory and the like: this sequence's trouble alone
+                    self._fail(chunk.seq_id, f"its pages could not be moved: {error}")
+
+    def _dispatch(self, plan: Plan) -> tuple[Sampled | None, Sampled | None]:
+        """Run the prompt chunk, then the decode step; the device does them in this order."""
+        parts, prefilled, decoded = self.parts, None, None
+        self._rows.update(plan.tables)
+        if plan.prefill is not None:
+            batch = self._rows.prefill_batch(plan.prefill, self._live[plan.prefill.seq_id])
+            parts.pool.arrays, prefilled = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
+        if plan.decode:
+            rows = self._rows.decode_batch(plan.decode, self._live)
+            parts.pool.arrays, decoded = parts.programs.decode.run(parts.weights, parts.pool.arrays, rows)
+            self.stats.num_decode_steps += 1
+            self.stats.num_busy_rows += len(plan.decode)
+        return prefilled, decoded
+
+    def _collect(self, plan: Plan, prefilled: Sampled | None, decoded: Sampled | None) -> None:
+        """Wait for the tokens, hand them to their sequences, tell the scheduler."""
+        finished: dict[int, str] = {}
+        failed: dict[int, str] = {}
+        if plan.prefill is not None and plan.prefill.is_last and prefilled is not None:
+            self._accept(plan.prefill.seq_id, 0, Host(prefilled), finished, failed)
+        if decoded is not None:
+            host = Host(decoded)
+            for entry in plan.decode:
+                self._accept(entry.seq_id, entry.row, host, finished, failed)
+        if plan.prefill is None and not plan.decode:
+            return
+        present = tuple(entry.seq_id for entry in plan.decode if entry.seq_id in self._live)
+        outcome = Outcome(prefilled=plan.prefill, decoded=present, finished=finished)
+        self.scheduler.commit(outcome, time.perf_counter())
+        for seq_id, reason in failed.items():
+            self._fail(seq_id, reason)
+        for seq_id, reason in finished.items():
+            if seq_id in self._live:
+                self._end(seq_id, reason)
+
+    def _accept(self, seq_id: int, row: int, host: "Host", finished: dict[int, str], failed: dict[int, str]) -> None:
+        """One token for one sequence. What goes wrong here is that sequence's alone."""
+        sequence, now = self._live.get(seq_id), time.perf_counter()
+        if sequence is None:
+            return
+        try:
+            token_id = int(host.token[row])
+            reason = sequence.output.accept(token_id, host.logprobs(row, sequence.params.logprobs))
+            self._count_token(sequence, now)
+            if sequence.on_token is not None:
+                sequence.on_token(sequence.handle, token_id)
+        except Exception as error:  # noqa: BLE001 - a detokeniser's or a caller's mistake must not end the others
+            failed[seq_id] = f"the token could not be taken: {type(error).__name__}: {error}"
+            return
+        if reason is not None:
+            finished[seq_id] = reason
+
+    def _count_token(self, sequence: Live, now: float) -> None:
+        stats = self.stats
+        stats.generated_tokens += 1
+        stats.last_token_s = now
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+            stats.ttft_s.append(now - sequence.submitted_s)
+        elif sequence.last_token_s is not None:
+            stats.token_gap_s.append(now - sequence.last_token_s)
+        sequence.last_token_s = now
+
+    # Ends
+
+    def _fail(self, seq_id: int, reason: str) -> None:
+        if seq_id in self._live:
+            self.scheduler.fail(seq_id, reason)
+            self._end(seq_id, "error", reason)
+
+    def _end(self, seq_id: int, reason: str, error: str | None = None) -> None:
+        """The one place where a sequence leaves."""
+        sequence, now = self._live.pop(seq_id), time.perf_counter()
+        if sequence.paused_s is not None:
+            self.stats.pause_s.append(sequence.resume(now))
+        sequence.handle.completion = sequence.complete(now, reason, error)
+        self.parts.transfer.discard(seq_id)
+        self.scheduler.forget(seq_id)
+        self.stats.e2e_s.append(now - sequence.submitted_s)
+        if error is not None:
+            self.stats.num_failed += 1
+        elif reason == "cancelled":
+            self.stats.num_cancelled += 1
+        else:
+            self.stats.num_completed += 1
+
+    # Checks
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise JaxkvError("the engine is closed; make a new one")
+
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise RequestError("prompt: this model has no tokenizer; give token ids", "prompt")
+        return self.tokenizer.encode(prompt, add_special_tokens=True)  # type: ignore[no-any-return]
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        """Refuse what the programs cannot take; returns the ids that min_tokens keeps away."""
+        vocab = self.model_config.vocab_size
+        if len(prompt) == 0:
+            raise RequestError("prompt: got 0 tokens, allowed: at least 1", "prompt")
+        if bad := [token for token in prompt if not 0 <= token < vocab]:
+            raise RequestError(f"prompt: got token id {bad[0]}, allowed: 0 to {vocab - 1}", "prompt")
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise RequestError(f"max_tokens: got {params.max_tokens}, allowed: at least 1", "max_tokens")
+        if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(f"logprobs: got {params.logprobs}, allowed: 0 to {MAX_TOP_LOGPROBS}", "logprobs")
+        if len(params.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias: got {len(params.logit_bias)} entries, allowed: at most {MAX_LOGIT_BIAS}", "logit_bias")
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.parts.checkpoint.eos_ids))
+        if len(ends) > MAX_BANNED:
+            raise RequestError(f"stop_token_ids: got {len(ends)} with the model's own, allowed: at most {MAX_BANNED}", "stop_token_ids")
+        return tuple(sorted(ends))
+
+
+class Host:
+    """A step's samples, brought to the host once."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        self._sampled = sampled
+        self.token = np.asarray(sampled.token)
+        self._rest: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def logprobs(self, row: int, wanted: int | None) -> TokenLogprobs | None:
+        """The chosen token's logprob and the `wanted` best; None when nobody asked."""
+        if wanted is None:
+            return None
+        if self._rest is None:
+            s = self._sampled
+            self._rest = (np.asarray(s.logprob), np.asarray(s.top_ids), np.asarray(s.top_logprobs))
+        chosen, ids, values = self._rest
+        top = tuple((int(i), float(x)) for i, x in zip(ids[row, :wanted], values[row, :wanted], strict=True))
+        return TokenLogprobs(int(self.token[row]), float(chosen[row]), top)

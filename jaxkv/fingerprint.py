@@ -1,0 +1,57 @@
+"""What an answer's bytes depend on beside the request, as one short hash. Never the pool's size, a budget or a policy."""
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+from jaxkv.attention import BLOCK_TOKENS
+from jaxkv.pool import PoolLayout
+from jaxkv.programs import HEAD_TILE, Shapes
+
+KERNELS = f"paged-blocks-{BLOCK_TOKENS}/head-tile-{HEAD_TILE}/1"  # the last number rises whenever the arithmetic changes
+
+
+def fingerprint_facts(weights_sha256: str, dtype: str, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
+    """Everything that is hashed, by name."""
+    device = mesh.devices.flat[0]
+    return {
+        "weights_sha256": weights_sha256,
+        "dtype": dtype,
+        "kv_dtype": layout.dtype,
+        "backend": device.platform,
+        "device_kind": device.device_kind,
+        "cpu": cpu_identity() if device.platform == "cpu" else None,
+        "jaxlib": jaxlib.__version__,
+        "jax": jax.__version__,
+        "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
+        "rows": shapes.rows,
+        "prefill_chunk": shapes.chunk,
+        "page_size": layout.page_size,
+        "max_len": shapes.max_len,
+        "mesh": mesh.size,
+        "speculation": None,
+        "kernels": KERNELS,
+    }
+
+
+def fingerprint(facts: dict[str, Any]) -> str:
+    """Sixteen hexadecimal digits of SHA-256 over the facts as JSON with sorted keys."""
+    return "fp_" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Model name and a hash of the instruction set, e.g. `AMD EPYC 9654/5f2c...`; the machine's name where that is not told."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()}/{platform.processor()}"
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = " ".join(sorted((facts.get("flags") or facts.get("Features") or "").split()))
+    return f"{facts.get('model name', platform.machine())}/{hashlib.sha256(flags.encode()).hexdigest()[:12]}"

@@ -1,0 +1,118 @@
+"""A sequence as the engine sees it: prompt, parameters, what it has said so far, and the caller's handle. Knows nothing of rows or pages.
+
+Everything a sequence needs to go on lives here, on the host, so that parking its pages parks all of it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxkv.output import Output
+from jaxkv.request import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxkv.engine import Engine
+
+OnToken = Callable[["Handle", int], None]
+
+
+@dataclass(slots=True)
+class Live:
+    """One sequence that has not ended."""
+
+    seq_id: int
+    prompt: np.ndarray  # int32
+    params: SamplingParams
+    banned: tuple[int, ...]  # ids kept away until min_tokens
+    output: Output
+    handle: "Handle"
+    submitted_s: float
+    on_token: OnToken | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None  # None again after a pause: a gap is measured between steps, not across a park
+    paused_s: float | None = None  # when it left the device, while it is away
+    pause_s: float = 0.0
+    num_parks: int = 0
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens accepted so far."""
+        return len(self.output.token_ids)
+
+    @property
+    def wants_history(self) -> bool:
+        """Whether a penalty looks at the tokens so far."""
+        p = self.params
+        return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
+
+    def pause(self, now: float) -> None:
+        """Its pages leave the device."""
+        self.num_parks += 1
+        self.paused_s, self.last_token_s = now, None
+
+    def resume(self, now: float) -> float:
+        """Its pages are back; returns how long they were away, in seconds."""
+        away = 0.0 if self.paused_s is None else now - self.paused_s
+        self.pause_s += away
+        self.paused_s = None
+        return away
+
+    def complete(self, now: float, reason: str, error: str | None = None) -> Completion:
+        """The answer as it stands."""
+        if self.output.finish_reason is None:
+            self.output.finish(reason)
+        return Completion(
+            token_ids=self.output.token_ids,
+            text=self.output.text,
+            finish_reason=reason if error is not None else str(self.output.finish_reason),
+            prompt_tokens=len(self.prompt),
+            seed=self.params.seed,
+            logprobs=self.output.logprobs,
+            error=error,
+            num_parks=self.num_parks,
+            pause_s=self.pause_s,
+            ttft_s=None if self.first_token_s is None else self.first_token_s - self.submitted_s,
+            e2e_s=now - self.submitted_s,
+        )
+
+
+@dataclass(slots=True)
+class Handle:
+    """A caller's view of one request: iterate for token ids, `result()` for the answer, `cancel()` to leave.
+
+    Iterating and `result()` take engine steps, which serve every other request too.
+    """
+
+    seq_id: int
+    _engine: "Engine"
+    token_ids: list[int] = field(default_factory=list)
+    completion: Completion | None = None
+    will_truncate_at: int | None = None  # the pool itself ends the answer here, with finish_reason "length"
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete."""
+        return self.completion is not None
+
+    def cancel(self) -> None:
+        """End the request now, in whatever state it is; nothing happens when it has ended."""
+        if not self.done:
+            self._engine.cancel(self)
+
+    def result(self) -> Completion:
+        """Step until the answer is complete."""
+        while self.completion is None:
+            self._engine.step()
+        return self.completion
+
+    def __iter__(self) -> Iterator[int]:
+        given = 0
+        while True:
+            while given < len(self.token_ids):
+                yield self.token_ids[given]
+                given += 1
+            if self.done:
+                return
+            self._engine.step()

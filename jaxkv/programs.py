@@ -1,0 +1,222 @@
+"""The compiled programs: what each one computes, its fixed shape, and compiling them all before the first request.
+
+The only place with `jax.jit`. Four programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt), gather
+(sixteen pages out of the pool) and scatter (sixteen pages back). Their shapes come from the configuration alone, so nothing that happens
+later can ask for another.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int, UInt
+
+from jaxkv.attention import paged_attend, table_width
+from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
+from jaxkv.sampling import Knobs, Sampled, neutral_knobs, sample
+
+HEAD_TILE = 2  # rows of a chunk that the output head sees: never one row, XLA:CPU is many times slower there
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Everything a program's shape is made of, apart from the model and the pool."""
+
+    rows: int  # of the decode batch as compiled: at least 2
+    chunk: int  # prompt tokens per prefill
+    max_len: int  # tokens, prompt and answer together
+    vocab_size: int
+    transfer_pages: int  # pages per gather and scatter
+
+
+class DecodeBatch(NamedTuple):
+    """One token for every row. An inactive row writes to the trash page and its result is unused."""
+
+    tokens: Int[Array, " b"]
+    positions: Int[Array, " b"]
+    active: Bool[Array, " b"]
+    table: Int[Array, "b w"]
+    knobs: Knobs
+
+
+class PrefillBatch(NamedTuple):
+    """One chunk of one prompt, padded to the chunk width."""
+
+    tokens: Int[Array, " t"]
+    start: Int[Array, ""]
+    length: Int[Array, ""]
+    is_last: Bool[Array, ""]
+    table: Int[Array, "1 w"]
+    knobs: Knobs
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled program with what compiling it took and what running it needs beside its arguments."""
+
+    name: str
+    run: Callable[..., Any]
+    compile_s: float
+    temp_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """All programs of an engine."""
+
+    decode: Program
+    prefill: Program
+    gather: Program
+    scatter: Program
+
+    def all(self) -> tuple[Program, ...]:
+        """In the order in which a request meets them."""
+        return (self.prefill, self.decode, self.gather, self.scatter)
+
+
+def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, PrefillBatch]:
+    """Batches that do nothing, as NumPy arrays of the compiled shapes: for compiling and for warming up."""
+    width = table_width(shapes.max_len, layout.page_size)
+
+    def ints(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.int32)
+
+    b, c = shapes.rows, shapes.chunk
+    knobs = neutral_knobs(b, shapes.max_len, shapes.vocab_size)
+    one = neutral_knobs(1, shapes.max_len, shapes.vocab_size)
+    decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), ints(b, width), knobs)
+    prefill = PrefillBatch(ints(c), np.int32(0), np.int32(1), np.bool_(True), ints(1, width), one)  # type: ignore[arg-type]
+    return decode, prefill
+
+
+def decode_step(graph: nnx.GraphDef, layout: PoolLayout, mesh: Mesh) -> Callable[..., tuple[PoolArrays, Sampled]]:
+    """One token for every row: [b] tokens in, [b] tokens out."""
+
+    def decode(weights: nnx.State, pool: PoolArrays, batch: DecodeBatch) -> tuple[PoolArrays, Sampled]:
+        model = nnx.merge(graph, weights)
+        attend = paged_attend(layout, batch.table, batch.positions[:, None], batch.active[:, None])
+        with jax.named_scope("layers"):
+            hidden, pool = model(batch.tokens, batch.positions, pool, attend)
+        with jax.named_scope("head"):
+            logits = replicated(model.logits(hidden), mesh)
+        with jax.named_scope("sample"):
+            return pool, sample(logits, batch.knobs)
+
+    return decode
+
+
+def prefill_step(graph: nnx.GraphDef, layout: PoolLayout, vocab_size: int, mesh: Mesh) -> Callable[..., tuple[PoolArrays, Sampled]]:
+    """One chunk of one prompt; the chunk that ends the prompt also samples the first token, the others skip the head."""
+
+    def prefill(weights: nnx.State, pool: PoolArrays, batch: PrefillBatch) -> tuple[PoolArrays, Sampled]:
+        model = nnx.merge(graph, weights)
+        at = jnp.arange(batch.tokens.shape[0])
+        valid = at < batch.length
+        positions = jnp.where(valid, batch.start + at, 0)
+        attend = paged_attend(layout, batch.table, positions[None], valid[None])
+        with jax.named_scope("layers"):
+            hidden, pool = model(batch.tokens, positions, pool, attend)
+        first = jnp.maximum(batch.length - HEAD_TILE, 0)
+        tile = lax.dynamic_slice_in_dim(hidden, first, HEAD_TILE, axis=0)
+
+        def head(_: None) -> Array:
+            logits = replicated(model.logits(tile), mesh)
+            return lax.dynamic_slice_in_dim(logits, batch.length - 1 - first, 1, axis=0)
+
+        with jax.named_scope("head"):
+            logits = lax.cond(batch.is_last, head, lambda _: jnp.zeros((1, vocab_size), jnp.float32), None)
+        with jax.named_scope("sample"):
+            return pool, sample(logits, batch.knobs)
+
+    return prefill
+
+
+def replicated(logits: Array, mesh: Mesh) -> Array:
+    """Sampling sees whole rows of logits on every device, so that a draw does not depend on how the head was split."""
+    return logits if mesh.size == 1 else lax.with_sharding_constraint(logits, NamedSharding(mesh, P()))
+
+
+def gather_pages(pool: PoolArrays, ids: Int[Array, " p"]) -> tuple[PoolArrays, UInt[Array, ""]]:
+    """Copy pages out of every layer. Padding ids name any page, the trash page by custom."""
+    pages = [(jnp.take(k, ids, axis=0, mode="clip"), jnp.take(v, ids, axis=0, mode="clip")) for k, v in pool]
+    return pages, checksum(pages)
+
+
+def scatter_pages(pool: PoolArrays, pages: PoolArrays, ids: Int[Array, " p"]) -> tuple[PoolArrays, UInt[Array, ""]]:
+    """Put pages back into every layer, at other ids if need be. Padding ids lie beyond the pool and are dropped."""
+    put = [(k.at[ids].set(x, mode="drop"), v.at[ids].set(y, mode="drop")) for (k, v), (x, y) in zip(pool, pages, strict=True)]
+    return put, checksum(pages)
+
+
+def checksum(pages: PoolArrays) -> UInt[Array, ""]:
+    """A position-weighted sum of all words modulo 2**32. Weights are odd, so one flipped bit always changes it; sums modulo 2**32 do not
+    depend on their order. It also is arithmetic enough for XLA:CPU to run the program in the background and not in the caller."""
+    total = jnp.uint32(0)
+    for i, array in enumerate(x for layer in pages for x in layer):
+        words = array if array.dtype == jnp.uint16 else lax.bitcast_convert_type(array, _words(array))
+        words = words.astype(jnp.uint32).reshape(-1)
+        weights = 2 * lax.iota(jnp.uint32, words.shape[0]) + jnp.uint32(1)
+        total += jnp.uint32(2 * i + 1) * jnp.sum(words * weights, dtype=jnp.uint32)
+    return total
+
+
+def _words(array: Array) -> str:
+    return f"uint{8 * array.dtype.itemsize}"
+
+
+def build_programs(
+    model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh, *, gather_sharding: NamedSharding | None, exact_float32: bool
+) -> Programs:
+    """Compile every program, from shapes alone. `gather_sharding` is where gathered pages go when not to device memory (hold mode)."""
+    graph, weights = nnx.split(model)
+    decode, prefill = example_batches(shapes, layout)
+    cell = pool_sharding(mesh)
+    page = jax.ShapeDtypeStruct((layout.num_pages + 1, *layout.page_shape), layout.storage, sharding=cell)
+    moved = jax.ShapeDtypeStruct((shapes.transfer_pages, *layout.page_shape), layout.storage, sharding=cell)
+    pool = [(page, page)] * layout.num_layers
+    pages = [(moved, moved)] * layout.num_layers
+    everywhere = NamedSharding(mesh, P())
+    kept = [(cell, cell)] * layout.num_layers
+    out_pages = [(gather_sharding or cell,) * 2] * layout.num_layers
+    ids = np.zeros(shapes.transfer_pages, np.int32)
+    weights_in = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
+    with jax.default_matmul_precision("highest" if exact_float32 else "default"):
+        decode_fn, prefill_fn = decode_step(graph, layout, mesh), prefill_step(graph, layout, shapes.vocab_size, mesh)
+        return Programs(
+            prefill=compile_program("prefill", prefill_fn, (weights_in, pool, prefill), 1, (kept, everywhere), mesh),
+            decode=compile_program("decode", decode_fn, (weights_in, pool, decode), 1, (kept, everywhere), mesh),
+            gather=compile_program("gather", gather_pages, (pool, ids), None, (out_pages, everywhere), mesh),
+            scatter=compile_program("scatter", scatter_pages, (pool, pages, ids), 0, (kept, everywhere), mesh),
+        )
+
+
+def compile_program(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int | None, out: Any, mesh: Mesh) -> Program:
+    """Lower and compile one function for these arguments; every NumPy argument is replicated over the mesh."""
+    everywhere = NamedSharding(mesh, P())
+    shardings = jax.tree.map(lambda x: getattr(x, "sharding", None) or everywhere, arguments)
+    jitted = jax.jit(
+        function,
+        donate_argnums=() if donate is None else donate,
+        in_shardings=shardings,
+        out_shardings=out,
+        compiler_options=compiler_options(mesh.devices.flat[0].platform),
+    )
+    start = time.perf_counter()
+    compiled = jitted.lower(*arguments).compile()
+    took = time.perf_counter() - start
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    return Program(name, compiled, took, memory.temp_size_in_bytes if memory else 0, (cost or {}).get("flops", 0.0))
+
+
+def compiler_options(platform: str) -> dict[str, str | int | bool] | None:
+    """Flags that exactness needs. On a GPU autotuning could choose other kernels in the next process, so it is off."""
+    return {"xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True} if platform in ("gpu", "cuda", "rocm") else None

@@ -1,0 +1,58 @@
+"""What a caller asks of the engine and what comes back. Knows nothing of rows, pages or programs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence is generated.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `logprobs` None reports none, k >= 0 reports the chosen token's
+    and those of the k most likely (natural log of the model's own distribution, before penalties, bias and temperature).
+    """
+
+    max_tokens: int | None = None  # None: until a stop or the longest possible
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 0 .. 2**64 - 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token's logprob, and the most likely tokens with theirs, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Completion:
+    """The answer to one request. `finish_reason` is stop, length, cancelled or error (then `error` says why)."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    seed: int
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    num_parks: int = 0
+    pause_s: float = 0.0  # time spent off the device, all parks together
+    ttft_s: float | None = None
+    e2e_s: float = 0.0

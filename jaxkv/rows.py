@@ -1,0 +1,114 @@
+"""The decode batch as NumPy arrays: block tables and sampler knobs, one entry per row, kept up to date and copied for every dispatch.
+
+A fresh copy each time: XLA:CPU may read an argument's memory while the program runs, so what was handed over is never written again.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxkv.attention import table_width
+from jaxkv.live import Live
+from jaxkv.pool import PoolLayout
+from jaxkv.programs import DecodeBatch, PrefillBatch, Shapes
+from jaxkv.sampling import Knobs, neutral_knobs
+from jaxkv.scheduler import DecodeRow, PrefillChunk, TableUpdate
+
+_LARGE = ("history", "bias_ids", "bias")  # copied only when some row uses them
+
+
+class Rows:
+    """Who sits in which row, and what the programs must know about them."""
+
+    def __init__(self, shapes: Shapes, layout: PoolLayout) -> None:
+        self._shapes = shapes
+        self._table = np.zeros((shapes.rows, table_width(shapes.max_len, layout.page_size)), np.int32)
+        self._knobs = Knobs(*(np.array(x) for x in self._neutral(shapes.rows)))
+        self._seated: list[int | None] = [None] * shapes.rows
+        self._unused = self._neutral(shapes.rows)  # stands in for the large arrays; never written
+        self._unused_one = self._neutral(1)
+
+    def update(self, updates: tuple[TableUpdate, ...]) -> None:
+        """Enter new pages into the block tables."""
+        for update in updates:
+            self._table[update.row, update.first : update.first + len(update.pages)] = update.pages
+
+    def decode_batch(self, rows: tuple[DecodeRow, ...], live: Mapping[int, Live]) -> DecodeBatch:
+        """The arrays of one decode step; rows not named are idle."""
+        b = self._shapes.rows
+        tokens, positions, active = np.zeros(b, np.int32), np.zeros(b, np.int32), np.zeros(b, bool)
+        for entry in rows:
+            sequence = live[entry.seq_id]
+            self._seat(entry.row, sequence)
+            tokens[entry.row] = sequence.output.token_ids[-1]
+            positions[entry.row] = entry.position
+            active[entry.row] = True
+        present = [live[entry.seq_id] for entry in rows]
+        return DecodeBatch(tokens, positions, active, self._table.copy(), self._copy_knobs(active, present))
+
+    def prefill_batch(self, chunk: PrefillChunk, sequence: Live) -> PrefillBatch:
+        """The arrays of one prompt chunk, padded to the chunk width."""
+        tokens = np.zeros(self._shapes.chunk, np.int32)
+        tokens[: chunk.length] = sequence.prompt[chunk.start : chunk.start + chunk.length]
+        knobs = self._unused_one
+        if chunk.is_last:
+            knobs = self._neutral(1)
+            _describe(knobs, 0, sequence)
+        table = self._table[chunk.row : chunk.row + 1].copy()
+        return PrefillBatch(tokens, np.int32(chunk.start), np.int32(chunk.length), np.bool_(chunk.is_last), table, knobs)  # type: ignore[arg-type]
+
+    def _neutral(self, rows: int) -> Knobs:
+        return neutral_knobs(rows, self._shapes.max_len, self._shapes.vocab_size)
+
+    def _seat(self, row: int, sequence: Live) -> None:
+        """Bring the row's knobs up to this token."""
+        if self._seated[row] != sequence.seq_id or sequence.num_generated <= sequence.params.min_tokens:
+            self._seated[row] = sequence.seq_id
+            _describe(self._knobs, row, sequence)
+        knobs, length = self._knobs, len(sequence.prompt) + sequence.num_generated
+        knobs.num_generated[row] = sequence.num_generated
+        if sequence.wants_history:
+            knobs.history[row, length - 1] = sequence.output.token_ids[-1]
+            knobs.history_len[row] = length
+
+    def _copy_knobs(self, active: np.ndarray, present: list[Live]) -> Knobs:
+        knobs = self._knobs._asdict()
+        unused = self._unused._asdict()
+        needed = {
+            "history": any(s.wants_history for s in present),
+            "bias_ids": any(s.params.logit_bias or s.num_generated < s.params.min_tokens for s in present),
+        }
+        needed["bias"] = needed["bias_ids"]
+        fresh = {name: (unused[name] if name in _LARGE and not needed[name] else knobs[name].copy()) for name in Knobs._fields}
+        fresh["temperature"] = np.where(active, knobs["temperature"], np.float32(0))  # idle rows must not start the stages of the sampler
+        fresh["wants_top"] = active & knobs["wants_top"]
+        fresh["presence"] = np.where(active, knobs["presence"], np.float32(0))
+        fresh["frequency"] = np.where(active, knobs["frequency"], np.float32(0))
+        fresh["repetition"] = np.where(active, knobs["repetition"], np.float32(1))
+        return Knobs(**fresh)
+
+
+def _describe(knobs: Knobs, row: int, sequence: Live) -> None:
+    """Write all that the sampler must know of a sequence into one row."""
+    p = sequence.params
+    knobs.temperature[row] = p.temperature
+    knobs.top_p[row], knobs.min_p[row], knobs.top_k[row] = p.top_p, p.min_p, p.top_k
+    knobs.presence[row], knobs.frequency[row], knobs.repetition[row] = p.presence_penalty, p.frequency_penalty, p.repetition_penalty
+    knobs.seed[row] = (p.seed >> 32, p.seed & 0xFFFFFFFF)
+    knobs.num_generated[row] = sequence.num_generated
+    knobs.wants_top[row] = bool(p.logprobs)
+    if sequence.wants_history:
+        said = [*sequence.prompt, *sequence.output.token_ids]
+        knobs.history[row, : len(said)] = said
+        knobs.prompt_len[row], knobs.history_len[row] = len(sequence.prompt), len(said)
+    _describe_bias(knobs, row, sequence)
+
+
+def _describe_bias(knobs: Knobs, row: int, sequence: Live) -> None:
+    """The request's own biases, then minus infinity for what min_tokens still keeps away. Ids beyond any vocabulary pad the rest."""
+    biases = list(sequence.params.logit_bias.items())
+    if sequence.num_generated < sequence.params.min_tokens:
+        biases += [(token_id, -np.inf) for token_id in sequence.banned]
+    knobs.bias_ids[row] = np.iinfo(np.int32).max
+    for i, (token_id, bias) in enumerate(biases):
+        knobs.bias_ids[row, i], knobs.bias[row, i] = token_id, bias

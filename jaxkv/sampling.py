@@ -1,0 +1,171 @@
+"""From logits to a token, inside the step's program. The only place with random keys.
+
+Stateless: the key is made of the request's seed, the choice's index and the number of tokens generated so far, so a token depends on
+neither row nor neighbours nor parks. The vocabulary is never sorted; thresholds are found by bisection. Each stage runs only when some
+row asks for it, and leaves the other rows' bits alone. Order: penalties, bias, temperature, min_p, top_k, top_p, draw.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+
+MAX_BANNED = 32  # end-of-text and stop ids that min_tokens keeps away
+NUM_BIAS = MAX_LOGIT_BIAS + MAX_BANNED
+
+
+class Knobs(NamedTuple):
+    """What every row asks of the sampler, one entry per row; rows that ask nothing are neutral."""
+
+    temperature: Float[Array, " b"]  # 0: greedy
+    top_p: Float[Array, " b"]
+    min_p: Float[Array, " b"]
+    presence: Float[Array, " b"]
+    frequency: Float[Array, " b"]
+    repetition: Float[Array, " b"]
+    top_k: Int[Array, " b"]  # 0: off
+    seed: Int[Array, "b 2"]  # uint32: high and low half
+    choice: Int[Array, " b"]
+    num_generated: Int[Array, " b"]
+    wants_top: Bool[Array, " b"]  # the most likely tokens are reported
+    prompt_len: Int[Array, " b"]  # history[:prompt_len] is the prompt
+    history_len: Int[Array, " b"]
+    history: Int[Array, "b s"]  # token ids so far; read only where a penalty is set
+    bias_ids: Int[Array, "b n"]  # out of the vocabulary: no bias
+    bias: Float[Array, "b n"]
+
+
+class Sampled(NamedTuple):
+    """One token per row with its logprob, and the most likely ones (zeros when no row wants them)."""
+
+    token: Int[Array, " b"]
+    logprob: Float[Array, " b"]
+    top_ids: Int[Array, "b n"]
+    top_logprobs: Float[Array, "b n"]
+
+
+def neutral_knobs(rows: int, max_len: int, vocab_size: int) -> Knobs:
+    """Greedy rows without any wish, as NumPy arrays: what idle rows carry."""
+    zeros, ones, no = np.zeros(rows, np.float32), np.ones(rows, np.float32), np.zeros(rows, np.int32)
+    return Knobs(
+        temperature=zeros,
+        top_p=ones,
+        min_p=zeros,
+        presence=zeros,
+        frequency=zeros,
+        repetition=ones,
+        top_k=no,
+        seed=np.zeros((rows, 2), np.uint32),
+        choice=no,
+        num_generated=no,
+        wants_top=np.zeros(rows, bool),
+        prompt_len=no,
+        history_len=no,
+        history=np.zeros((rows, max_len), np.int32),
+        bias_ids=np.full((rows, NUM_BIAS), vocab_size, np.int32),
+        bias=np.zeros((rows, NUM_BIAS), np.float32),
+    )
+
+
+def sample(logits: Float[Array, "b v"], knobs: Knobs) -> Sampled:
+    """Draw one token per row. Logprobs are those of the model's own distribution, before anything the request asked for."""
+    b, v = logits.shape
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    k = min(MAX_TOP_LOGPROBS, v)
+
+    def top(_: None) -> tuple[Array, Array]:
+        values, ids = lax.top_k(logits, k)
+        return ids.astype(jnp.int32), values - log_total[:, None]
+
+    def no_top(_: None) -> tuple[Array, Array]:
+        return jnp.zeros((b, k), jnp.int32), jnp.zeros((b, k), jnp.float32)
+
+    top_ids, top_logprobs = lax.cond(knobs.wants_top.any(), top, no_top, None)
+    wished = lax.cond(_any_penalty(knobs), lambda x: penalise(x, knobs), lambda x: x, logits)
+    wished = lax.cond((knobs.bias_ids < v).any(), lambda x: add_bias(x, knobs), lambda x: x, wished)
+    greedy = jnp.argmax(wished, axis=-1).astype(jnp.int32)
+    drawn = lax.cond((knobs.temperature > 0).any(), lambda x: draw(x, knobs), lambda _: greedy, wished)
+    token = jnp.where(knobs.temperature > 0, drawn, greedy)
+    logprob = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - log_total
+    return Sampled(token, logprob, top_ids, top_logprobs)
+
+
+def _any_penalty(knobs: Knobs) -> Array:
+    return ((knobs.presence != 0) | (knobs.frequency != 0) | (knobs.repetition != 1)).any()
+
+
+def penalise(logits: Float[Array, "b v"], knobs: Knobs) -> Float[Array, "b v"]:
+    """Repetition over prompt and answer (Keskar et al., 2019), presence and frequency over the answer (the OpenAI API reference)."""
+    b, v = logits.shape
+    at = jnp.arange(knobs.history.shape[1])[None, :]
+    rows = jnp.arange(b)[:, None]
+    said = at < knobs.history_len[:, None]
+    answered = said & (at >= knobs.prompt_len[:, None])
+
+    def count(which: Array) -> Array:
+        ids = jnp.where(which, knobs.history, v)
+        return jnp.zeros((b, v), jnp.int32).at[rows, ids].add(1, mode="drop")
+
+    seen, counts = count(said) > 0, count(answered).astype(jnp.float32)
+    factor = jnp.where(seen, knobs.repetition[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / factor, logits * factor)
+    return logits - counts * knobs.frequency[:, None] - (counts > 0) * knobs.presence[:, None]
+
+
+def add_bias(logits: Float[Array, "b v"], knobs: Knobs) -> Float[Array, "b v"]:
+    """Add each row's few biases; an id of the vocabulary's size is padding."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[rows, knobs.bias_ids].add(knobs.bias, mode="drop")
+
+
+def draw(logits: Float[Array, "b v"], knobs: Knobs) -> Int[Array, " b"]:
+    """Sample by the Gumbel-max trick: argmax of logits / temperature + noise, among the tokens that are allowed."""
+    scaled = logits / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
+    allowed = scaled >= scaled.max(-1, keepdims=True) + jnp.log(knobs.min_p)[:, None]  # p >= min_p * p_max; log(0) allows all
+    scaled = jnp.where(allowed, scaled, -jnp.inf)
+    scaled = lax.cond((knobs.top_k > 0).any(), lambda x: keep_top_k(x, knobs.top_k), lambda x: x, scaled)
+    scaled = lax.cond((knobs.top_p < 1).any(), lambda x: keep_top_p(x, knobs.top_p), lambda x: x, scaled)
+    noise = jax.vmap(lambda seed, choice, n: _noise(seed, choice, n, logits.shape[1]))(knobs.seed, knobs.choice, knobs.num_generated)
+    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+
+
+def _noise(seed: Array, choice: Array, num_generated: Array, v: int) -> Array:
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, choice), num_generated)
+    return jax.random.gumbel(key, (v,), jnp.float32)
+
+
+def keep_top_k(x: Float[Array, "b v"], k: Int[Array, " b"]) -> Float[Array, "b v"]:
+    """Keep the k largest of each row (ties with the k-th stay); 0 keeps all."""
+    wanted = jnp.where(k > 0, k, x.shape[1])
+    return _keep_above(x, lambda at_least: at_least.sum(-1, dtype=jnp.int32) >= wanted)
+
+
+def keep_top_p(x: Float[Array, "b v"], p: Float[Array, " b"]) -> Float[Array, "b v"]:
+    """Keep the smallest set of most likely tokens whose probability reaches p (Holtzman et al., 2019); 1 keeps all."""
+    weight = jnp.exp(x - x.max(-1, keepdims=True))
+    wanted = p * weight.sum(-1)
+    kept = _keep_above(x, lambda at_least: jnp.where(at_least, weight, 0.0).sum(-1) >= wanted)
+    return jnp.where((p < 1)[:, None], kept, x)
+
+
+def _keep_above(x: Array, enough) -> Array:  # type: ignore[no-untyped-def]
+    """Drop what lies below the highest threshold whose survivors are still enough. Bisection over the bits of float32, which order like
+    integers once negative numbers are flipped: 32 turns find the threshold exactly."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    order = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+    def turn(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean without overflow
+        ok = enough(order >= middle[:, None])
+        return jnp.where(ok, middle, low), jnp.where(ok, high, middle)
+
+    info = jnp.iinfo(jnp.int32)
+    low, _ = lax.fori_loop(0, 32, turn, (jnp.full(x.shape[:1], info.min), jnp.full(x.shape[:1], info.max)))
+    return jnp.where(order >= low[:, None], x, -jnp.inf)

@@ -1,0 +1,273 @@
+"""From a configuration to a warm engine: check, load, size the pool, compile, run every program once. Takes no requests.
+
+What can be refused is refused before weights are read.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxkv.config import Config, available_memory_bytes, resolve_host_budget
+from jaxkv.errors import ConfigError
+from jaxkv.fetch import cache_folder, resolve_model_path
+from jaxkv.fingerprint import fingerprint, fingerprint_facts
+from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint
+from jaxkv.pool import PoolLayout, allocate, pool_sharding, storage_dtype
+from jaxkv.programs import HEAD_TILE, Programs, Shapes, build_programs, example_batches
+from jaxkv.scheduler import Chunk, SchedulerConfig
+from jaxkv.transfer import HostMemory, PoolHolder, Transfer, TransferSettings, probe_host_memory
+
+MIB = 2**20
+MIN_ROWS = 2  # compiled decode width: never one row
+OnStage = Callable[[str, float], None]
+
+
+@dataclass(slots=True)
+class Parts:
+    """All that an engine runs on, ready."""
+
+    checkpoint: Checkpoint
+    weights: nnx.State
+    mesh: Mesh
+    layout: PoolLayout
+    shapes: Shapes
+    programs: Programs
+    pool: PoolHolder
+    transfer: Transfer
+    host: HostMemory
+    scheduler_config: SchedulerConfig
+    fingerprint_facts: dict[str, object]
+    fingerprint: str
+    messages: list[str]
+
+
+def start(config: Config, on_stage: OnStage | None = None) -> Parts:
+    """Do everything up to the first request. Raises ConfigError, or the models' own error, with one clear message."""
+    stage = Stages(on_stage)
+    folder = cache_folder(config.run.cache_dir)
+    path = resolve_model_path(config.model.path, folder)
+    info = inspect_checkpoint(path)
+    mesh = make_mesh(config.mesh.tensor)
+    backend = mesh.devices.flat[0].platform
+    dtype = choose_dtype(config.model.dtype, backend, info)
+    shapes = choose_shapes(config, info.config)
+    check_mesh(info.config, mesh.size)
+    sizes = plan_layout(config, info.config, dtype, backend)
+    check_staging(config, sizes)
+    if config.pool.tokens is not None:
+        check_pool(config, shapes)
+    use_compilation_cache(folder)
+    stage("check")
+    checkpoint = load_checkpoint(path, dtype=dtype, mesh=mesh, on_stage=on_stage)
+    stage.skip()
+    host = probe_host_memory(pool_sharding(mesh))
+    layout = size_pool(config, sizes, shapes, mesh)
+    staged = host.sharding is None or config.transfer.mode == "staged"
+    programs = build_programs(
+        checkpoint.model, layout, shapes, mesh, gather_sharding=None if staged else host.sharding, exact_float32=dtype == "float32"
+    )
+    stage("compile")
+    pool = PoolHolder(allocate(layout, mesh), programs.gather.run, programs.scatter.run)
+    settings = transfer_settings(config, layout, host)
+    transfer = Transfer(pool, layout, host, settings)
+    weights = nnx.state(checkpoint.model)
+    warm_up(weights, pool, transfer, programs, layout, shapes)
+    stage("warm up")
+    budget, clamped = resolve_host_budget(config, available_memory_bytes())
+    facts = fingerprint_facts(checkpoint.weights_sha256, dtype, layout, shapes, mesh)
+    return Parts(
+        checkpoint=checkpoint,
+        weights=weights,
+        mesh=mesh,
+        layout=layout,
+        shapes=shapes,
+        programs=programs,
+        pool=pool,
+        transfer=transfer,
+        host=host,
+        scheduler_config=scheduler_config(config, layout, shapes, transfer, budget, hold=not staged),
+        fingerprint_facts=facts,
+        fingerprint=fingerprint(facts),
+        messages=[m for m in (clamped, blocking_message(config, host)) if m],
+    )
+
+
+class Stages:
+    """Times the stages of the start-up, one after another."""
+
+    def __init__(self, on_stage: OnStage | None) -> None:
+        self._on_stage = on_stage
+        self._since = time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        """The stage that just ended."""
+        if self._on_stage is not None:
+            self._on_stage(name, time.perf_counter() - self._since)
+        self.skip()
+
+    def skip(self) -> None:
+        """What went by was told by somebody else."""
+        self._since = time.perf_counter()
+
+
+def make_mesh(tensor: int) -> Mesh:
+    """The first `tensor` devices on one axis."""
+    devices = jax.devices()
+    if tensor > len(devices):
+        raise ConfigError(
+            f"mesh.tensor: got {tensor}, but there are {len(devices)} {devices[0].platform} devices; lower it"
+            + (", or set XLA_FLAGS=--xla_force_host_platform_device_count" if devices[0].platform == "cpu" else "")
+        )
+    return Mesh(np.array(devices[:tensor]), ("tensor",))
+
+
+def choose_dtype(asked: str, backend: str, info: CheckpointInfo) -> str:
+    """`auto` is float32 on a CPU, which has no fast bfloat16, and the checkpoint's own elsewhere."""
+    if asked != "auto":
+        return asked
+    return "float32" if backend == "cpu" else info.config.dtype
+
+
+def choose_shapes(config: Config, model: ModelConfig) -> Shapes:
+    """What the programs will be compiled for."""
+    max_len = config.model.max_len or model.max_position
+    if max_len > model.max_position:
+        raise ConfigError(f"model.max_len: got {max_len}, the model goes to {model.max_position}; lower it")
+    scheduler = config.scheduler
+    chunk = max(HEAD_TILE, scheduler.prefill_chunk)
+    return Shapes(max(MIN_ROWS, scheduler.rows), chunk, max_len, model.vocab_size, config.transfer.chunk_pages)
+
+
+def check_pool(config: Config, shapes: Shapes) -> None:
+    """The configuration itself refuses a pool below one chunk; a model whose limit is below the chunk is caught here."""
+    tokens = config.pool.tokens or 0
+    if tokens // config.pool.page_size < 1:
+        raise ConfigError(f"pool.tokens: got {tokens}, less than one page of {config.pool.page_size} tokens; raise it")
+
+
+def plan_layout(config: Config, model: ModelConfig, dtype: str, backend: str) -> PoolLayout:
+    """The pool's shape with as many pages as the configuration names (0 when the memory decides)."""
+    kv_dtype = dtype if config.pool.kv_dtype == "auto" else config.pool.kv_dtype
+    page_size = config.pool.page_size
+    return PoolLayout(
+        num_layers=model.num_layers,
+        num_pages=(config.pool.tokens or 0) // page_size,
+        page_size=page_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=kv_dtype,
+        storage=storage_dtype(backend, kv_dtype),
+    )
+
+
+def check_staging(config: Config, layout: PoolLayout) -> None:
+    """At least one chunk must fit the staging memory."""
+    chunk = layout.page_bytes * config.transfer.chunk_pages
+    if chunk > config.transfer.staging_mib * MIB:
+        raise ConfigError(
+            f"transfer.staging_mib: got {config.transfer.staging_mib}, one chunk of {config.transfer.chunk_pages} pages takes "
+            f"{chunk / MIB:.1f} MiB; raise it to {-(-chunk // MIB)} or lower transfer.chunk_pages"
+        )
+
+
+def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> PoolLayout:
+    """Check a given pool against the memory there is, or take a share of it: never more than all rows can fill."""
+    device = mesh.devices.flat[0]
+    stats = device.memory_stats() or {}
+    free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else available_memory_bytes()
+    per_device = layout.page_bytes // mesh.size
+    staging = config.transfer.staging_mib * MIB // mesh.size
+    if config.pool.tokens is not None:
+        needed = (layout.num_pages + 1) * per_device + staging
+        if free is not None and needed > free:
+            raise ConfigError(
+                f"pool.tokens: got {config.pool.tokens}, which takes {needed // MIB} MiB with staging; {free // MIB} MiB are free. "
+                f"At most {max(0, (free - staging) // per_device - 1) * layout.page_size} fit: lower it"
+            )
+        return layout
+    if free is None:
+        raise ConfigError("pool.tokens: this device does not tell how much memory it has; set it")
+    most = shapes.rows * -(-shapes.max_len // layout.page_size)
+    share = int((free * config.pool.memory_fraction - staging) / per_device) - 1
+    if share * layout.page_size < shapes.chunk:
+        raise ConfigError(
+            f"pool.memory_fraction: got {config.pool.memory_fraction}, which leaves no room for one prompt chunk in {free // MIB} MiB; raise it"
+        )
+    return PoolLayout(**{**{name: getattr(layout, name) for name in layout.__slots__}, "num_pages": min(most, share)})
+
+
+def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory) -> TransferSettings:
+    """The transfer section, with what the probe found."""
+    t = config.transfer
+    return TransferSettings(
+        hold=t.mode == "hold" and host.sharding is not None,
+        chunk_pages=t.chunk_pages,
+        max_in_flight=t.staging_mib * MIB // (layout.page_bytes * t.chunk_pages),
+        blocking=t.blocking or host.why_blocking is not None,
+        timeout_s=t.timeout_s,
+        delay_steps=config.debug.copy_delay_steps,
+    )
+
+
+def blocking_message(config: Config, host: HostMemory) -> str | None:
+    """Said once where blocking copies were not asked for but are all there is."""
+    if host.why_blocking is None or config.transfer.blocking:
+        return None
+    return f"copies will block (as transfer.blocking: true): {host.why_blocking}; images are kept as {host.kind}"
+
+
+def scheduler_config(
+    config: Config, layout: PoolLayout, shapes: Shapes, transfer: Transfer, budget: int | None, *, hold: bool
+) -> SchedulerConfig:
+    """The scheduler's own settings: integers and names only."""
+    s = config.scheduler
+    return SchedulerConfig(
+        rows=s.rows,
+        num_pages=layout.num_pages,
+        page_size=layout.page_size,
+        prefill_chunk=s.prefill_chunk,
+        max_len=shapes.max_len,
+        chunk_pages=config.transfer.chunk_pages,
+        chunk_bytes=transfer.chunk_bytes,
+        chunks_per_step=config.transfer.chunks_per_step,
+        host_budget_bytes=budget,
+        margin_steps=s.margin_steps,
+        starve_after=s.starve_after,
+        victim=s.victim,
+        resume=s.resume,
+        hold=hold,
+        planner=config.debug.planner,
+        park_every=config.debug.park_every,
+        park_seed=config.debug.park_seed,
+    )
+
+
+def use_compilation_cache(folder: Path) -> None:
+    """Keep compiled programs on disk, unless the user has chosen a place already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def warm_up(weights: nnx.State, pool: PoolHolder, transfer: Transfer, programs: Programs, layout: PoolLayout, shapes: Shapes) -> None:
+    """Run every program once on the trash page, and park and restore one image, so that the first park costs what the hundredth does."""
+    decode, prefill = example_batches(shapes, layout)
+    pool.arrays, sampled = programs.prefill.run(weights, pool.arrays, prefill)
+    pool.arrays, sampled = programs.decode.run(weights, pool.arrays, decode)
+    np.asarray(sampled.token)
+    chunk = Chunk(seq_id=-1, epoch=0, index=0, pages=(0,))
+    for move, settled in ((transfer.park, "parked"), (transfer.restore, "restored")):
+        move(chunk, step=0)
+        landed = transfer.poll(step=2**30)
+        while not getattr(landed, settled):
+            time.sleep(1e-4)
+            landed = transfer.poll(step=2**30)
+    transfer.discard(-1)
+    transfer.reset_stats()

@@ -1,0 +1,56 @@
+"""What an engine has done so far, as numbers: times, gaps, counts. Owns no clock and no policy."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+def seconds() -> "array[float]":
+    """A compact list of times in seconds: eight bytes per entry."""
+    return array("d")
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the first request."""
+
+    token_gap_s: "array[float]" = field(default_factory=seconds)  # between two tokens of one sequence, where no pause lies between
+    pause_s: "array[float]" = field(default_factory=seconds)  # from the order to park until it may run again
+    ttft_s: "array[float]" = field(default_factory=seconds)
+    e2e_s: "array[float]" = field(default_factory=seconds)
+    num_steps: int = 0
+    num_decode_steps: int = 0
+    num_busy_rows: int = 0  # summed over decode steps
+    num_requests: int = 0
+    num_completed: int = 0
+    num_cancelled: int = 0
+    num_failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    started_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def wall_s(self) -> float:
+        """From the first request to the last token."""
+        return 0.0 if self.started_s is None or self.last_token_s is None else self.last_token_s - self.started_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second so far."""
+        return self.generated_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of all values do not exceed (nearest rank); None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * share // 1).__int__() - 1)]
+
+
+def spread(values: Iterable[float], scale: float, **shares: float) -> dict[str, float | None]:
+    """Named percentiles of values times a scale, rounded to three places: spread(gaps_s, 1e3, p50=0.5, max=1.0)."""
+    found = list(values)
+    percentiles = {name: percentile(found, share) for name, share in shares.items()}
+    return {name: None if value is None else round(value * scale, 3) for name, value in percentiles.items()}

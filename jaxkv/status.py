@@ -1,0 +1,65 @@
+"""A look at a running engine: for progress bars, the live view and, later, a server's pages. Read-only."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxkv.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStatus:
+    """One request that has not ended."""
+
+    seq_id: int
+    state: str
+    row: int | None
+    num_tokens: int  # prompt tokens computed and tokens generated
+    num_generated: int
+    num_pages: int
+    num_parks: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Counts for a line, sequences for a table."""
+
+    rows: int  # running
+    parked: int  # or on the way to it, or back
+    waiting: int
+    finished: int
+    pool_pages: int
+    pool_pages_free: int
+    host_bytes: int
+    tokens_per_s: float
+    num_parks: int
+    num_restores: int
+    sequences: tuple[SequenceStatus, ...]
+
+
+def read_status(engine: "Engine") -> EngineStatus:
+    """Everything as it is between two steps."""
+    snapshot, counters = engine.scheduler.snapshot(), engine.scheduler.counters
+    sequences = []
+    for view in snapshot.sequences:
+        live = engine.live(view.seq_id)
+        if live is not None:
+            sequences.append(
+                SequenceStatus(
+                    view.seq_id, str(view.state), view.row, view.num_tokens, live.num_generated, view.num_pages, view.num_parks, live.output.text
+                )
+            )
+    return EngineStatus(
+        rows=snapshot.num_running,
+        parked=snapshot.num_parked,
+        waiting=snapshot.num_waiting,
+        finished=engine.stats.num_completed,
+        pool_pages=snapshot.num_pages,
+        pool_pages_free=snapshot.num_pages_free,
+        host_bytes=snapshot.host_bytes,
+        tokens_per_s=engine.stats.tokens_per_s,
+        num_parks=counters.num_parks,
+        num_restores=counters.num_restores,
+        sequences=tuple(sequences),
+    )

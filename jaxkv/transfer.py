@@ -1,0 +1,275 @@
+"""Images: moving pages between the pool and host memory, chunk by chunk, while the engine goes on. The only place with memory kinds.
+
+A park is a gather (pages out of the pool into staging) and an asynchronous `device_put` to pinned host memory; a restore is the mirror. XLA
+orders the gather before the next donated step, so staged pages are free as soon as the gather is dispatched; only the copy needs waiting
+for, and that is a poll with `is_ready()`. In hold mode the gather itself writes to the host, nothing is staged, and pages are free when it
+is done. Images are opaque here: never indexed, never computed on.
+
+Knows nothing of requests or rows: chunks come in, chunks that arrived go out.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from jaxkv.pool import TRASH_PAGE, PoolArrays, PoolLayout
+from jaxkv.scheduler import Chunk
+
+HOST_KIND = "pinned_host"
+
+
+def host_sharding(device_sharding: NamedSharding) -> NamedSharding:
+    """The same split over devices, in host memory."""
+    return device_sharding.with_memory_kind(HOST_KIND)
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What the start-up probe found. `sharding` None: no pinned memory, images are NumPy arrays. `why_blocking`: copies cannot be polled."""
+
+    sharding: NamedSharding | None
+    kind: str
+    why_blocking: str | None = None
+
+
+def probe_host_memory(device_sharding: NamedSharding, probe_bytes: int = 2**24) -> HostMemory:
+    """Try one copy to pinned memory and one `is_ready()`, and see whether the latter waits for the former."""
+    ways = max(device_sharding.mesh.size, 1)
+    try:
+        there = host_sharding(device_sharding)
+        source = jax.device_put(np.zeros((1, ways, 1, probe_bytes // 4 // ways), np.float32), device_sharding)
+        source.block_until_ready()
+        copy = jax.device_put(source, there)
+        start = time.perf_counter()
+        copy.is_ready()
+        polled_s = time.perf_counter() - start
+        copy.block_until_ready()
+        took_s = time.perf_counter() - start
+    except Exception as error:  # noqa: BLE001 - backends without the memory kind raise what they like
+        return HostMemory(None, "numpy", f"no {HOST_KIND} memory here ({type(error).__name__})")
+    blocks = took_s > 1e-3 and polled_s > 0.5 * took_s
+    return HostMemory(there, copy.sharding.memory_kind or HOST_KIND, "is_ready() waits for the copy here" if blocks else None)
+
+
+@dataclass(slots=True)
+class HostChunk:
+    """One chunk of an image: its pages of every layer in host memory, and their checksum."""
+
+    pages: Any  # PoolArrays in pinned memory, or the same as NumPy arrays
+    checksum: Any  # a uint32 scalar
+
+
+@dataclass(slots=True)
+class Outbound:
+    """A chunk on its way to the host."""
+
+    chunk: Chunk
+    host: HostChunk
+    started_step: int
+    started_s: float
+
+
+@dataclass(slots=True)
+class Inbound:
+    """A chunk on its way back: first the copy (`staged`), then the scatter, whose checksum must equal the image's."""
+
+    chunk: Chunk
+    host: HostChunk
+    staged: Any
+    started_step: int
+    started_s: float
+    checksum: Array | None = None
+
+
+@dataclass(slots=True)
+class Landed:
+    """What a poll found: chunks that arrived, and those that failed with the reason."""
+
+    parked: list[Chunk] = field(default_factory=list)
+    restored: list[Chunk] = field(default_factory=list)
+    failed: list[tuple[Chunk, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Totals since the start, warm-up excluded."""
+
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+    park_s: list[float] = field(default_factory=list)  # one entry per chunk: from its dispatch until it was seen done
+    restore_s: list[float] = field(default_factory=list)
+    memory_kinds: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """How copies are made. `max_in_flight` chunks share the staging memory."""
+
+    hold: bool
+    chunk_pages: int
+    max_in_flight: int
+    blocking: bool
+    timeout_s: float
+    delay_steps: int = 0
+
+
+class Transfer:
+    """Owns the images and the copies in flight. `pool` is the one holder of the pool's arrays; scatters replace them there."""
+
+    def __init__(self, pool: "PoolHolder", layout: PoolLayout, host: HostMemory, settings: TransferSettings) -> None:
+        self._pool = pool
+        self._layout = layout
+        self._host = host
+        self._settings = settings
+        self._images: dict[int, dict[int, HostChunk]] = {}
+        self._out: list[Outbound] = []
+        self._in: list[Inbound] = []
+        self.stats = TransferStats()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk, padding included."""
+        return self._settings.chunk_pages * self._layout.page_bytes
+
+    @property
+    def free_chunks(self) -> int:
+        """How many more chunks may be in flight now."""
+        return max(0, self._settings.max_in_flight - len(self._out) - len(self._in))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Copies that have not been seen done."""
+        return len(self._out) + len(self._in)
+
+    def park(self, chunk: Chunk, step: int) -> None:
+        """Start moving a chunk to the host. In staged mode its pages may be reused at once."""
+        now = time.perf_counter()
+        pages, checksum = self._pool.gather(self._ids(chunk, TRASH_PAGE))
+        host = HostChunk(self._to_host(pages), checksum)
+        self._images.setdefault(chunk.seq_id, {})[chunk.index] = host
+        self._out.append(Outbound(chunk, host, step, now))
+        self.stats.bytes_to_host += self.chunk_bytes
+        if self._settings.blocking:
+            jax.block_until_ready((host.pages, host.checksum))
+
+    def restore(self, chunk: Chunk, step: int) -> None:
+        """Start bringing a chunk back into the pages that it names, which nobody else may hold."""
+        host = self._images[chunk.seq_id][chunk.index]
+        staged = jax.device_put(host.pages, self._pool.sharding)
+        self._in.append(Inbound(chunk, host, staged, step, time.perf_counter()))
+        self.stats.bytes_to_device += self.chunk_bytes
+        if self._settings.blocking:
+            jax.block_until_ready(staged)
+
+    def poll(self, step: int) -> Landed:
+        """Collect the copies that are done; never waits."""
+        landed = Landed()
+        self._out = [flight for flight in self._out if not self._land_out(flight, step, landed)]
+        self._in = [flight for flight in self._in if not self._land_in(flight, step, landed)]
+        return landed
+
+    def reset_stats(self) -> None:
+        """Start counting anew, e.g. after warming up; what kind of memory images got stays known."""
+        self.stats = TransferStats(memory_kinds=self.stats.memory_kinds)
+
+    def discard(self, seq_id: int) -> None:
+        """Forget an image. Copies in flight keep their own references until they are done, and report as ever."""
+        self._images.pop(seq_id, None)
+
+    def drain(self) -> None:
+        """Wait for every copy in flight, then forget everything; used at the end only."""
+        for flight in self._out:
+            jax.block_until_ready((flight.host.pages, flight.host.checksum))
+        for arriving in self._in:
+            jax.block_until_ready(arriving.staged)
+        self._out, self._in, self._images = [], [], {}
+
+    def image_chunks(self, seq_id: int) -> dict[int, HostChunk]:
+        """The chunks of one image, by index (empty when there is none)."""
+        return self._images.get(seq_id, {})
+
+    def _ids(self, chunk: Chunk, padding: int) -> np.ndarray:
+        ids = np.full(self._settings.chunk_pages, padding, np.int32)
+        ids[: len(chunk.pages)] = chunk.pages
+        return ids
+
+    def _to_host(self, pages: PoolArrays) -> Any:
+        if self._host.sharding is None:
+            return jax.device_get(pages)
+        return pages if self._settings.hold else jax.device_put(pages, self._host.sharding)
+
+    def _land_out(self, flight: Outbound, step: int, landed: Landed) -> bool:
+        host = flight.host
+        if self._is_late(flight, step) or not _ready((host.pages, host.checksum)):
+            return self._timed_out(flight, landed)
+        host.checksum = int(host.checksum)
+        self.stats.park_s.append(time.perf_counter() - flight.started_s)
+        self.stats.memory_kinds.add(_memory_kind(host.pages))
+        landed.parked.append(flight.chunk)
+        return True
+
+    def _land_in(self, flight: Inbound, step: int, landed: Landed) -> bool:
+        if flight.checksum is None:
+            if self._is_late(flight, step) or not _ready(flight.staged):
+                return self._timed_out(flight, landed)
+            if flight.chunk.seq_id not in self._images:  # cancelled meanwhile: its pages are not ours to write
+                landed.restored.append(flight.chunk)
+                return True
+            flight.checksum = self._pool.scatter(flight.staged, self._ids(flight.chunk, self._layout.num_pages + 1))
+            flight.staged = None
+        if not flight.checksum.is_ready():
+            return self._timed_out(flight, landed)
+        self.stats.restore_s.append(time.perf_counter() - flight.started_s)
+        landed.restored.append(flight.chunk)
+        if (got := int(flight.checksum)) != (expected := int(flight.host.checksum)):
+            landed.failed.append((flight.chunk, f"a parked image came back damaged: checksum {got:#010x} instead of {expected:#010x}"))
+        return True
+
+    def _is_late(self, flight: Outbound | Inbound, step: int) -> bool:
+        return step - flight.started_step < self._settings.delay_steps
+
+    def _timed_out(self, flight: Outbound | Inbound, landed: Landed) -> bool:
+        """A copy that takes too long fails its sequence once; it stays in flight, so nothing it may touch is handed on. Returns False."""
+        waited = time.perf_counter() - flight.started_s
+        if waited > self._settings.timeout_s and flight.chunk.seq_id in self._images:
+            landed.failed.append((flight.chunk, f"a copy was not done after {waited:.1f} s, transfer.timeout_s allows {self._settings.timeout_s}"))
+            self.discard(flight.chunk.seq_id)
+        return False
+
+
+class PoolHolder:
+    """The one place that holds the pool's arrays, which every program that writes them replaces."""
+
+    def __init__(self, arrays: PoolArrays, gather: Callable[..., Any], scatter: Callable[..., Any]) -> None:
+        self.arrays = arrays
+        self._gather = gather
+        self._scatter = scatter
+
+    @property
+    def sharding(self) -> Any:
+        """Where the pool's pages live."""
+        return self.arrays[0][0].sharding
+
+    def gather(self, ids: np.ndarray) -> tuple[PoolArrays, Array]:
+        """Copies of some pages, and their checksum."""
+        return self._gather(self.arrays, ids)  # type: ignore[no-any-return]
+
+    def scatter(self, pages: PoolArrays, ids: np.ndarray) -> Array:
+        """Write pages into the pool; returns the checksum of what was written."""
+        self.arrays, checksum = self._scatter(self.arrays, pages, ids)
+        return checksum  # type: ignore[no-any-return]
+
+
+def _ready(tree: Any) -> bool:
+    return all(leaf.is_ready() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+
+
+def _memory_kind(pages: Any) -> str:
+    leaf = jax.tree.leaves(pages)[0]
+    return str(leaf.sharding.memory_kind) if isinstance(leaf, jax.Array) else "numpy"
