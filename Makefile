@@ -58,7 +58,7 @@ check: $(READY) ## formatting, lint, types, import direction, and the package as
 	@$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python .ci/check_package.py
 
 fix: $(READY) ## format, and mend what lint can mend

@@ -176,14 +176,14 @@ def test_a_file_that_is_not_there_or_no_yaml_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read the configuration .*none.yaml: No such file or directory"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match="bad.yaml is not valid YAML") as error:
+    with pytest.raises(ConfigError, match=r"bad.yaml is not valid YAML") as error:
         load_config(tmp_path / "bad.yaml")
     assert "\n" not in str(error.value)
 
 
 def test_an_override_by_name_in_python_takes_dashes_too():
     assert load_config(SMALLEST, {"scheduler.prefill-chunk": 32}).scheduler.prefill_chunk == 32
-    with pytest.raises(ConfigError, match="scheduler.rows: got '3', allowed: integer >= 1"):
+    with pytest.raises(ConfigError, match=r"scheduler.rows: got '3', allowed: integer >= 1"):
         load_config(SMALLEST, {"scheduler.rows": "3"})
 
 
