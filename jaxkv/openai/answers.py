@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxkv.errors import RequestError
 from jaxkv.openai.body import Endpoint, ParsedBody
 from jaxkv.openai.prompts import Tokenizer
 from jaxkv.request import Completion, TokenLogprobs
@@ -47,7 +46,7 @@ def build_answer(
     return answer if truncates_at is None else answer | {"jaxkv": {"truncates_at": truncates_at}}
 
 
-def error_body(error: RequestError | str, code: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+def error_body(error: Exception | str, code: str, kind: str = "invalid_request_error") -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "param", None), "code": code}}
 

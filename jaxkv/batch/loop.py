@@ -1,0 +1,128 @@
+"""The loop of a job: a few requests ahead of the engine, one line written for each that ends. Knows nothing of earlier runs."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxkv.batch.interface import BatchEngine, BatchHandle
+from jaxkv.batch.interrupt import Interrupt
+from jaxkv.batch.lines import LineError, Request, parse_line
+from jaxkv.batch.progress import Meter, Pace, View
+from jaxkv.batch.read import RawLine
+from jaxkv.batch.records import UNNAMED, Record, answer_line, error_line, short_id, token_digest
+from jaxkv.batch.resume import Finished
+from jaxkv.batch.summary import Tally
+from jaxkv.batch.write import OutputFile
+from jaxkv.config import Config
+from jaxkv.errors import JaxkvError, RequestError
+from jaxkv.openai import BodyReader, Endpoint, Frame, ParsedBody, build_answer, derive_seed
+from jaxkv.request import Completion
+
+Pending = tuple[RawLine, Request | LineError]
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request that the engine has."""
+
+    line: RawLine
+    request: Request
+    body: ParsedBody
+    handle: BatchHandle
+
+
+def pending_lines(lines: Iterable[RawLine], finished: Finished) -> Iterator[Pending]:
+    """The lines that are not finished, each as a request or as the reason why it is none."""
+    seen: set[str] = set()
+    for line in lines:
+        found: Request | LineError
+        try:
+            found = parse_line(line.data, seen)
+        except LineError as error:
+            found = error
+        is_named = isinstance(found, Request) or found.code not in UNNAMED
+        if (found.custom_id not in finished.custom_ids) if is_named else (line.ordinal not in finished.places):
+            yield line, found
+
+
+class Loop:
+    """Feeds, steps, collects. At most `window` requests are with the engine at a time, so that an input of any length streams."""
+
+    def __init__(self, engine: BatchEngine, config: Config, out: OutputFile, tally: Tally, meter: Meter, num_lines: int) -> None:
+        self.window = max(16, 4 * config.scheduler.rows)
+        self._engine, self._out, self._tally, self._num_lines = engine, out, tally, num_lines
+        self._reader = BodyReader(engine.tokenizer, engine.model_config.vocab_size, config.request.model_dump(exclude_none=True))
+        self._reader.check_defaults()
+        self._run_seed, self._model = config.run.seed, served_name(config.model.path)
+        self._pace = Pace(meter)
+        self._live: list[_Live] = []
+
+    def run(self, lines: Iterator[Pending], interrupt: Interrupt) -> None:
+        """Answer all `lines`, or those that end before an interrupt; what is then in progress is cancelled."""
+        self._feed(lines)
+        while self._live and interrupt.signum is None:
+            self._engine.step()
+            self._collect()
+            self._feed(lines)
+            if self._pace.is_due():
+                self._show()
+        for live in self._live:
+            live.handle.cancel()
+        self._show()
+
+    def _feed(self, lines: Iterator[Pending]) -> None:
+        while len(self._live) < self.window and (pending := next(lines, None)) is not None:
+            line, found = pending
+            if isinstance(found, LineError):
+                self._fail(line, found.custom_id, found.code, str(found))
+            else:
+                self._submit(line, found)
+
+    def _submit(self, line: RawLine, request: Request) -> None:
+        try:
+            body = self._reader.read(request.endpoint, request.body, derive_seed(self._run_seed, request.custom_id))
+            handle = self._engine.submit(body.prompts[0], body.params)
+        except RequestError as error:
+            self._fail(line, request.custom_id, "invalid_request", error)
+            return
+        self._tally.unknown.update(body.unknown | request.unknown)
+        self._live.append(_Live(line, request, body, handle))
+
+    def _collect(self) -> None:
+        """Write a line for each request that has ended."""
+        going = []
+        for live in self._live:
+            completion = live.handle.completion
+            if completion is None:
+                going.append(live)
+            elif completion.finish_reason in ("stop", "length"):
+                self._answer(live, completion)
+            else:
+                reason = completion.error or f"the engine ended it: {completion.finish_reason}"
+                self._fail(live.line, live.request.custom_id, "engine_error", reason)
+        self._live = going
+
+    def _answer(self, live: _Live, completion: Completion) -> None:
+        custom_id, ordinal = live.request.custom_id, live.line.ordinal
+        kind = "chatcmpl" if live.body.endpoint is Endpoint.CHAT else "cmpl"
+        frame = Frame(f"{kind}-{short_id(custom_id, ordinal)}", int(time.time()), self._model, self._engine.system_fingerprint)
+        answer: dict[str, Any] = build_answer(live.body, [completion], frame, self._engine.tokenizer, live.handle.will_truncate_at)
+        self._out.append(answer_line(custom_id, ordinal, answer, [completion.token_ids]))
+        digest = token_digest(completion.token_ids)
+        self._tally.count(Record(custom_id, ordinal, None, digest, completion.prompt_tokens, len(completion.token_ids)))
+        self._tally.time(completion)
+
+    def _fail(self, line: RawLine, custom_id: str | None, code: str, error: JaxkvError | str) -> None:
+        self._out.append(error_line(custom_id, line.ordinal, line.where, code, error))
+        self._tally.count(Record(custom_id, line.ordinal, code))
+
+    def _show(self) -> None:
+        tally = self._tally
+        self._pace.show(View.of(self._engine.status(), tally.num_finished, tally.num_failed, self._num_lines))
+
+
+def served_name(path: str) -> str:
+    """What answers call the model: the last part of its path without `.gguf`, never a path of this machine."""
+    return Path(path).name.removesuffix(".gguf") or path
