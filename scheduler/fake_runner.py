@@ -1,0 +1,240 @@
+"""A runner without a device: it carries out plans on pages whose cells are (sequence, position, epoch) triples, and checks every read.
+
+It is as unkind as a device may be. A held copy reads its pages only when it lands, a restore scribbles over its pages when it starts and
+fills them when it lands, also after a cancel, and copies land as late as `delay` says. So a page handed on too soon, a row scheduled too
+early, a prompt token computed twice or a host byte over the budget is an AssertionError here. `FakeLoop` turns plans into steps, as an
+engine does.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Outcome, Plan, PrefillChunk, SchedulerConfig, TableUpdate
+from jaxkv.scheduler.scheduler import Scheduler
+from jaxkv.scheduler.sequence import OVER, State
+
+Cell = tuple[int, int, int] | None  # sequence, position, the epoch in which it was computed
+Pages = list[list[Cell]]
+
+
+@dataclass(slots=True)
+class Copy:
+    """A chunk on its way; `cells` are those of a staged park, or of a restore."""
+
+    chunk: Chunk
+    is_park: bool
+    lands_at: int
+    cells: Pages | None
+
+
+class FakeRunner:
+    """The pages, block tables and host images of a machine that does not exist."""
+
+    def __init__(self, config: SchedulerConfig, delay: Callable[[Chunk], int] = lambda chunk: 0, num_staging: int = 1000) -> None:
+        """`delay(chunk)` is how many steps after the next one a copy lands; `num_staging` how many chunks may be in flight."""
+        self.config = config
+        self.delay = delay
+        self.num_staging = num_staging
+        self.time = 0
+        self.pool: Pages = [[None] * config.page_size for _ in range(config.num_pages + 1)]
+        self.tables: list[list[int]] = [[] for _ in range(config.rows)]
+        self.images: dict[int, dict[int, Pages]] = {}
+        self.flights: list[Copy] = []
+        self.written: dict[int, list[int]] = {}  # the epoch in which each position was computed
+        self.epochs: dict[int, int] = {}
+
+    @property
+    def free_chunks(self) -> int:
+        return self.num_staging - len(self.flights)
+
+    @property
+    def host_bytes(self) -> int:
+        """Counted apart from the scheduler: stored chunks and chunks in flight."""
+        stored = {(seq_id, index) for seq_id, image in self.images.items() for index in image}
+        flying = {(copy.chunk.seq_id, copy.chunk.index) for copy in self.flights}
+        return len(stored | flying) * self.config.chunk_bytes
+
+    def start(self, seq_id: int) -> None:
+        """A new sequence, of which nothing is computed."""
+        self.written[seq_id] = []
+        self.epochs[seq_id] = 0
+
+    def drop(self, seq_id: int) -> None:
+        """A sequence has ended: its image goes, its flights land as strays."""
+        self.written.pop(seq_id, None)
+        self.images.pop(seq_id, None)
+
+    def landed(self) -> Outcome:
+        """The copies that are done by now."""
+        done = [copy for copy in self.flights if copy.lands_at <= self.time]
+        self.flights = [copy for copy in self.flights if copy.lands_at > self.time]
+        for copy in done:
+            (self._land_park if copy.is_park else self._land_restore)(copy)
+        parked = tuple(copy.chunk for copy in done if copy.is_park)
+        return Outcome(parked=parked, restored=tuple(copy.chunk for copy in done if not copy.is_park))
+
+    def run(self, plan: Plan) -> Outcome:
+        """Carry out a plan in its order; the ends are for the caller to say."""
+        for chunk in plan.park:
+            self._park(chunk)
+        for chunk in plan.restore:
+            self._restore(chunk)
+        for update in plan.tables:
+            self._update(update)
+        if plan.prefill:
+            self._prefill(plan.prefill)
+        for row in plan.decode:
+            self._decode(row)
+        assert self.config.host_budget_bytes is None or self.host_bytes <= self.config.host_budget_bytes, "the host budget is exceeded"
+        self.time += 1
+        return Outcome(prefilled=plan.prefill, decoded=tuple(row.seq_id for row in plan.decode))
+
+    def _park(self, chunk: Chunk) -> None:
+        self.epochs[chunk.seq_id] = chunk.epoch
+        cells = None if self.config.hold else self._gather(chunk)
+        self.flights.append(Copy(chunk, True, self.time + 1 + self.delay(chunk), cells))
+
+    def _land_park(self, copy: Copy) -> None:
+        if copy.chunk.seq_id in self.written:
+            self.images.setdefault(copy.chunk.seq_id, {})[copy.chunk.index] = copy.cells or self._gather(copy.chunk)
+
+    def _gather(self, chunk: Chunk) -> Pages:
+        return [list(self.pool[page]) for page in chunk.pages]
+
+    def _restore(self, chunk: Chunk) -> None:
+        self.epochs[chunk.seq_id] = chunk.epoch
+        for page in chunk.pages:
+            self.pool[page] = [None] * self.config.page_size
+        image = self.images[chunk.seq_id][chunk.index]
+        self.flights.append(Copy(chunk, False, self.time + 1 + self.delay(chunk), image))
+
+    def _land_restore(self, copy: Copy) -> None:
+        assert copy.cells is not None
+        for page, cells in zip(copy.chunk.pages, copy.cells, strict=True):
+            self.pool[page] = list(cells)
+        image = self.images.get(copy.chunk.seq_id, {})
+        image.pop(copy.chunk.index, None)
+        if not image:
+            self.images.pop(copy.chunk.seq_id, None)
+
+    def _update(self, update: TableUpdate) -> None:
+        table = self.tables[update.row]
+        assert update.first <= len(table), f"{update} leaves a hole after {len(table)} entries"
+        table[update.first :] = update.pages
+
+    def _prefill(self, chunk: PrefillChunk) -> None:
+        assert chunk.start % self.config.prefill_chunk == 0, f"{chunk} does not start at a multiple of the chunk width"
+        for position in range(chunk.start, chunk.start + chunk.length):
+            self._write(chunk.seq_id, chunk.row, position)
+        self._read(chunk.seq_id, chunk.row, chunk.start + chunk.length)
+
+    def _decode(self, row: DecodeRow) -> None:
+        self._write(row.seq_id, row.row, row.position)
+        self._read(row.seq_id, row.row, row.position + 1)
+
+    def _write(self, seq_id: int, row: int, position: int) -> None:
+        written = self.written[seq_id]
+        assert position == len(written), f"sequence {seq_id} computes position {position} after {len(written)}"
+        written.append(self.epochs[seq_id])
+        page, cell = divmod(position, self.config.page_size)
+        self.pool[self.tables[row][page]][cell] = (seq_id, position, written[position])
+
+    def _read(self, seq_id: int, row: int, num_cells: int) -> None:
+        cells = [cell for page in self.tables[row] for cell in self.pool[page]][:num_cells]
+        expected = [(seq_id, position, epoch) for position, epoch in enumerate(self.written[seq_id])]
+        assert cells == expected, f"sequence {seq_id} in row {row} reads {cells}, not {expected}"
+
+
+class FakeLoop:
+    """An engine's loop around a scheduler and a fake runner, checking the books after every event.
+
+    `tokens` counts what each sequence generated, `ends` says how it ended, `notes` is all that was noted, with the step.
+    """
+
+    def __init__(self, config: SchedulerConfig, delay: Callable[[Chunk], int] = lambda chunk: 0, num_staging: int = 1000) -> None:
+        self.scheduler = Scheduler(config)
+        self.runner = FakeRunner(config, delay, num_staging)
+        self.tokens: dict[int, int] = {}
+        self.stops: dict[int, int] = {}
+        self.limits: dict[int, int] = {}
+        self.ends: dict[int, State] = {}
+        self.notes: list[tuple[int, Note]] = []
+        self.num_steps = 0
+        self.num_idle_steps = 0  # in a row, without a chunk or a token
+
+    def add(self, seq_id: int, prompt_len: int, max_new: int | None, stops_after: int | None = None) -> int:
+        """Add a sequence; it stops by itself after `stops_after` tokens, if its limit lets it."""
+        limit = self.scheduler.add(seq_id, prompt_len, max_new, float(self.num_steps))
+        self.runner.start(seq_id)
+        self.tokens[seq_id] = 0
+        self.limits[seq_id] = limit
+        self.stops[seq_id] = min(limit, stops_after or limit)
+        return limit
+
+    def cancel(self, seq_id: int) -> str:
+        reason = self.scheduler.cancel(seq_id)
+        self.scheduler.check()
+        self._note_ends()
+        return reason
+
+    def step(self) -> Plan:
+        """One turn: what landed, a plan, its outcome."""
+        now = float(self.num_steps)
+        self._commit(self.runner.landed(), now)
+        plan = self.scheduler.plan(now, self.runner.free_chunks)
+        self.scheduler.check()
+        self.notes += [(self.num_steps, note) for note in plan.notes]
+        self._note_ends()
+        outcome = self.runner.run(plan)
+        self._commit(self._with_ends(outcome), now)
+        self.num_steps += 1
+        self.num_idle_steps = 0 if plan.prefill or plan.decode else self.num_idle_steps + 1
+        return plan
+
+    def run(self, num_steps: int = 100_000, until: Callable[[], bool] = lambda: False) -> None:
+        """Step until `until` holds or everything has ended and landed; AssertionError after `num_steps`."""
+        for _ in range(num_steps):
+            if until() or self.scheduler.is_idle:
+                return
+            self.step()
+        raise AssertionError(f"not done after {num_steps} steps: {self.scheduler.snapshot()}")
+
+    def num_cells(self, seq_id: int) -> int:
+        return next((view.num_cells for view in self.scheduler.snapshot().sequences if view.seq_id == seq_id), 0)
+
+    def noted(self, *kinds: str) -> list[int]:
+        """The sequences of all notes of these kinds, in order."""
+        return [note.seq_id for _, note in self.notes if note.kind in kinds]
+
+    def _with_ends(self, outcome: Outcome) -> Outcome:
+        new = list(outcome.decoded)
+        if outcome.prefilled and outcome.prefilled.is_last:
+            new.append(outcome.prefilled.seq_id)
+        finished: dict[int, str] = {}
+        for seq_id in new:
+            self.tokens[seq_id] += 1
+            if self.tokens[seq_id] == self.stops[seq_id]:
+                finished[seq_id] = "length" if self.stops[seq_id] == self.limits[seq_id] else "stop"
+        return Outcome(prefilled=outcome.prefilled, decoded=outcome.decoded, finished=finished)
+
+    def _commit(self, outcome: Outcome, now: float) -> None:
+        self.scheduler.commit(outcome, now)
+        self.scheduler.check()
+        self._note_ends()
+
+    def _note_ends(self) -> None:
+        for seq_id in self.tokens.keys() - self.ends.keys():
+            state = self.scheduler.state(seq_id)
+            if state in OVER:
+                self.ends[seq_id] = state
+                self.runner.drop(seq_id)
+
+
+def no_delay(chunk: Chunk) -> int:
+    """A copy that is done by the next step."""
+    return 0
+
+
+def all_finished(ends: Mapping[int, State]) -> bool:
+    """Whether every end was a finish."""
+    return all(state is State.FINISHED for state in ends.values())

@@ -1,0 +1,188 @@
+"""The scheduler under random requests, cancels, parks, delays and budgets: its books balance after every event, and its promises hold.
+
+A whole run is made from one integer, so that a failure is replayed by `run_random(seed)`.
+"""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from jaxkv.scheduler import Chunk, Note, Plan, SchedulerConfig, State
+from jaxkv.scheduler.fake_runner import FakeLoop
+
+
+class WatchedLoop(FakeLoop):
+    """A loop that checks, step by step, what the scheduler promises; the fake runner checks the cells, `check` the books."""
+
+    def __init__(self, config: SchedulerConfig, delay: Callable[[Chunk], int], num_staging: int, max_delay: int) -> None:
+        super().__init__(config, delay, num_staging)
+        num_chunks = config.num_pages // config.chunk_pages + config.rows + 1
+        self.most_idle_steps = 4 + 2 * num_chunks * (max_delay + 2)
+        self.away: list[int] = []
+        self.parked_with: dict[int, int] = {}
+        self.last_admitted = -1
+
+    def step(self) -> Plan:
+        before = {view.seq_id: view.num_cells for view in self.scheduler.snapshot().sequences if view.row is not None}
+        num_notes = len(self.notes)
+        plan = super().step()
+        new = [note for _, note in self.notes[num_notes:]]
+        for note in new:
+            self.watch(note)
+        self.watch_leader(before, new)
+        assert len(plan.park) + len(plan.restore) <= self.scheduler.config.chunks_per_step
+        assert len(self.runner.flights) <= self.runner.num_staging
+        assert self.num_idle_steps <= self.most_idle_steps, f"no token and no chunk in {self.num_idle_steps} steps"
+        return plan
+
+    def watch(self, note: Note) -> None:
+        """Nobody passes the head; nobody is parked twice without progress."""
+        self.away = [seq_id for seq_id in self.away if seq_id not in self.ends]
+        if note.kind == "park":
+            assert note.num_tokens > self.parked_with.get(note.seq_id, -1), f"sequence {note.seq_id} is parked twice without progress"
+            self.parked_with[note.seq_id] = note.num_tokens
+            self.away.append(note.seq_id)
+        elif note.kind == "restore" and note.seq_id not in self.ends:
+            assert self.away[0] == note.seq_id, f"sequence {note.seq_id} returns before {self.away}"
+            self.away.pop(0)
+        elif note.kind == "admit" and note.seq_id not in self.ends:
+            assert not self.away, f"sequence {note.seq_id} starts before {self.away} return"
+            assert note.seq_id > self.last_admitted, f"sequence {note.seq_id} starts after {self.last_admitted}"
+            self.last_admitted = note.seq_id
+
+    def watch_leader(self, before: dict[int, int], notes: list[Note]) -> None:
+        """Pressure never parks the resident with the most tokens."""
+        parks = [note for note in notes if note.kind == "park"]
+        forced = {note.seq_id for note in parks if note.reason == "forced"}
+        stayed = {seq_id: num for seq_id, num in before.items() if seq_id not in forced}
+        victims = {note.seq_id for note in parks if note.reason != "forced"}
+        leaders = [seq_id for seq_id in stayed if stayed[seq_id] == max(stayed.values())]
+        assert not leaders or min(leaders) not in victims, f"the leader {min(leaders)} is among the victims {victims}"
+
+    def finish(self) -> None:
+        """Run to the end: everything ends as it should, nothing leaks."""
+        self.run(50_000)
+        config, counters = self.scheduler.config, self.scheduler.counters
+        failed = {seq_id for seq_id, state in self.ends.items() if state is State.FAILED}
+        assert failed == set(self.noted("over_budget"))
+        assert not failed or config.host_budget_bytes is not None
+        for seq_id, state in self.ends.items():
+            if state is State.FINISHED:
+                assert self.tokens[seq_id] == self.stops[seq_id]
+        assert self.ends.keys() == self.tokens.keys()
+        view = self.scheduler.snapshot()
+        assert (view.num_pages_free, view.num_pages_leaving, view.host_bytes, self.runner.host_bytes) == (config.num_pages, 0, 0, 0)
+        assert (counters.num_last_resorts if config.planner else counters.num_parks_pressure) == 0
+        assert counters.num_parks == counters.num_restores + counters.num_ended_parked
+
+
+def random_loop(rng: random.Random) -> WatchedLoop:
+    """A loop with settings from a small and nasty range."""
+    max_delay = rng.choice([0, 0, 1, 3, 12])
+    delays = [rng.randint(0, max_delay) for _ in range(97)]
+    chunk_pages = rng.choice([1, 2, 3, 5])
+    num_pages = rng.randint(1, 24)
+    config = SchedulerConfig(
+        rows=rng.randint(1, 5),
+        num_pages=num_pages,
+        page_size=rng.choice([1, 1, 2, 4]),
+        prefill_chunk=rng.choice([1, 4, 6]),
+        max_len=rng.choice([12, 1000]),
+        chunk_pages=chunk_pages,
+        chunk_bytes=10,
+        chunks_per_step=rng.choice([1, 2, 4]),
+        host_budget_bytes=rng.choice([None, None, None, 0, 10 * (num_pages // chunk_pages), 30]),
+        margin_steps=rng.choice([0, 1, 3, 8]),
+        starve_after=rng.choice([0, 1, 3]),
+        victim=rng.choice(["smallest", "smallest", "largest", "youngest", "oldest"]),
+        hold=rng.random() < 0.5,
+        planner=rng.random() < 0.7,
+        park_every=rng.choice([0, 0, 1, 3]),
+        park_seed=rng.choice([None, None, rng.randint(0, 1000)]),
+    )
+
+    def delay(chunk: Chunk) -> int:
+        return delays[(chunk.seq_id * 31 + chunk.epoch * 7 + chunk.index) % len(delays)]
+
+    return WatchedLoop(config, delay, rng.choice([1, 2, 1000]), max_delay)
+
+
+def run_random(seed: int) -> None:
+    """One whole run: requests that come and go while others are on their way."""
+    rng = random.Random(seed)
+    job = random_loop(rng)
+    longest = min(job.scheduler.config.num_pages * job.scheduler.config.page_size, job.scheduler.config.max_len)
+    for seq_id in range(rng.randint(1, 9)):
+        job.add(seq_id, rng.randint(1, longest), rng.choice([None, 1, 2, rng.randint(1, 40)]), rng.choice([None, rng.randint(1, 20)]))
+        for _ in range(rng.choice([0, 0, 1, 3, 10])):
+            job.step()
+            if rng.random() < 0.1:
+                job.scheduler.park(rng.randint(0, seq_id))
+            if rng.random() < 0.06:
+                job.cancel(rng.randint(0, seq_id))
+    job.finish()
+
+
+def test_random_runs_keep_every_promise() -> None:
+    for seed in range(400):
+        try:
+            run_random(seed)
+        except AssertionError as error:
+            raise AssertionError(f"run_random({seed}): {error}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(20))
+def test_many_random_runs_keep_every_promise(block: int) -> None:
+    for seed in range(1000 + block * 2000, 1000 + (block + 1) * 2000):
+        try:
+            run_random(seed)
+        except AssertionError as error:
+            raise AssertionError(f"run_random({seed}): {error}") from error
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Hypothesis chooses the events, and shrinks what fails."""
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def start(self, seed: int) -> None:
+        self.job = random_loop(random.Random(seed))
+        config = self.job.scheduler.config
+        self.longest = min(config.num_pages * config.page_size, config.max_len)
+
+    @property
+    def num_added(self) -> int:
+        return len(self.job.tokens)
+
+    @rule(prompt=st.integers(0, 95), max_new=st.one_of(st.none(), st.integers(1, 30)), stop=st.one_of(st.none(), st.integers(1, 30)))
+    def add(self, prompt: int, max_new: int | None, stop: int | None) -> None:
+        self.job.add(self.num_added, 1 + prompt % self.longest, max_new, stop)
+
+    @rule(num=st.integers(1, 6))
+    def step(self, num: int) -> None:
+        for _ in range(num):
+            self.job.step()
+
+    @precondition(lambda self: self.num_added > 0)
+    @rule(which=st.integers(0, 1000))
+    def cancel(self, which: int) -> None:
+        self.job.cancel(which % self.num_added)
+
+    @precondition(lambda self: self.num_added > 0)
+    @rule(which=st.integers(0, 1000))
+    def park(self, which: int) -> None:
+        self.job.scheduler.park(which % self.num_added)
+
+    def teardown(self) -> None:
+        if hasattr(self, "job"):
+            self.job.finish()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
