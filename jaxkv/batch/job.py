@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -50,10 +50,11 @@ def run_batch(
     stream = stderr if stderr is not None else sys.stderr
     paths = _Paths(Path(output).expanduser(), Path(summary).expanduser() if summary is not None else None)
     paths.check_folders()
-    sources = find_sources(inputs, stdin)
-    paths.check_against(sources)
     try:
-        with OutputFile(paths.output) as out:
+        with ExitStack() as keep:
+            sources = find_sources(inputs, keep, stdin)
+            paths.check_against(sources)
+            out = keep.enter_context(OutputFile(paths.output))
             return _Job(engine, config, sources, out, paths.summary, stream, force, retry_failed).run()
     except KeyboardInterrupt:
         _say_interrupted(stream, paths.output)

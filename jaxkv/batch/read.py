@@ -14,6 +14,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -30,7 +31,7 @@ class Source:
 
     name: str
     path: Path | None
-    copy: BinaryIO | None = None
+    copy: IO[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,11 @@ class RawLine:
     data: bytes
 
 
-def find_sources(inputs: Sequence[str], stdin: BinaryIO | None = None) -> list[Source]:
-    """The files that `inputs` (paths, globs, `-`) name, each once; raise ConfigError for one that is not there or cannot be read."""
+def find_sources(inputs: Sequence[str], keep: ExitStack, stdin: BinaryIO | None = None) -> list[Source]:
+    """The files that `inputs` (paths, globs, `-`) name, each once; raise ConfigError for one that is not there or cannot be read.
+
+    Temporary copies last until `keep` is closed.
+    """
     if not inputs:
         raise ConfigError("--input: got none, allowed: one or more files, globs or - for standard input")
     if list(inputs).count(STDIN) > 1:
@@ -59,12 +63,12 @@ def find_sources(inputs: Sequence[str], stdin: BinaryIO | None = None) -> list[S
     sources, seen = [], set()
     for text in inputs:
         if text == STDIN:
-            sources.append(Source("<stdin>", None, _copy(stdin if stdin is not None else sys.stdin.buffer)))
+            sources.append(Source("<stdin>", None, _copy(stdin if stdin is not None else sys.stdin.buffer, keep)))
             continue
         for path in _matches(text):
             if (real := path.resolve()) not in seen:
                 seen.add(real)
-                sources.append(_checked(path))
+                sources.append(_checked(path, keep))
     return sources
 
 
@@ -102,20 +106,21 @@ def _matches(text: str) -> list[Path]:
     return found
 
 
-def _checked(path: Path) -> Source:
+def _checked(path: Path, keep: ExitStack) -> Source:
     if path.is_dir():
         raise ConfigError(f"--input {path}: is a folder; name files, such as {path}/*.jsonl")
     try:
         with path.open("rb") as file:
-            copy = None if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else _copy(file)
+            copy = None if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else _copy(file, keep)
     except OSError as error:
         raise ConfigError(f"--input {path}: cannot be read: {error.strerror}") from error
     return Source(str(path), path, copy)
 
 
-def _copy(file: BinaryIO | IO[bytes]) -> BinaryIO:
-    copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the source
+def _copy(file: BinaryIO | IO[bytes], keep: ExitStack) -> IO[bytes]:
+    copy = keep.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - keep closes it
     shutil.copyfileobj(file, copy)
+    copy.flush()
     return copy
 
 
