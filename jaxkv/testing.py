@@ -8,7 +8,7 @@ import codecs
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from jaxkv.errors import RequestError
@@ -92,14 +92,28 @@ class FakeStatus:
 class FakeHandle:
     """A request in progress."""
 
-    def __init__(self, engine: "FakeEngine", prompt: Sequence[int], params: SamplingParams, answer: Iterator[int], limit: int) -> None:
+    def __init__(
+        self,
+        engine: "FakeEngine",
+        prompt: Sequence[int],
+        params: SamplingParams,
+        answer: Iterator[int],
+        limit: int,
+        on_token: "OnToken | None",
+    ) -> None:
         self.completion: Completion | None = None
+        self._on_token = on_token
         self.will_truncate_at = limit if params.max_tokens is None or params.max_tokens > limit else None
         self._engine, self._prompt, self._params, self._answer = engine, list(prompt), params, answer
         num = limit if params.max_tokens is None else min(params.max_tokens, limit)
         self._output = Output(engine.tokenizer, (EOS_ID,), params, num)
         self._began = time.monotonic()
         self._first: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The token ids so far."""
+        return self._output.token_ids
 
     @property
     def done(self) -> bool:
@@ -132,8 +146,11 @@ class FakeHandle:
         token_id = next(self._answer)
         top = tuple(((token_id + index) % 256, -0.5 - index) for index in range(self._params.logprobs or 0))
         self._first = self._first or time.monotonic()
-        if self._output.accept(token_id, TokenLogprobs(token_id, -0.5, top)) is not None:
-            self.end(str(self._output.finish_reason))
+        reason = self._output.accept(token_id, TokenLogprobs(token_id, -0.5, top))
+        if self._on_token is not None:
+            self._on_token(self, token_id)
+        if reason is not None and not self.done:
+            self.end(reason)
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Close the output and keep the completion."""
@@ -144,6 +161,9 @@ class FakeHandle:
         self.completion = Completion(
             out.token_ids, out.text, reason, len(self._prompt), self._params.seed, out.logprobs, error, ttft_s=ttft, e2e_s=now - self._began
         )
+
+
+OnToken = Callable[[FakeHandle, int], None]
 
 
 class FakeEngine:
@@ -175,12 +195,12 @@ class FakeEngine:
         self._rows, self._step_s, self._on_step = rows, step_s, on_step
         self._live: list[FakeHandle] = []
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, on_token: Callable[[int], None] | None = None) -> FakeHandle:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None) -> FakeHandle:
         """Put a request in the line; raise RequestError for a prompt that can never fit."""
         limit = self.capacity - len(prompt_ids) + 1
         if limit < 1:
             raise RequestError(f"the prompt needs {len(prompt_ids)} tokens, the pool has {self.capacity}: raise pool.tokens", "prompt")
-        handle = FakeHandle(self, prompt_ids, params, self._tokens(tuple(prompt_ids), params), limit)
+        handle = FakeHandle(self, prompt_ids, params, self._tokens(tuple(prompt_ids), params), limit, on_token)
         if tuple(prompt_ids) in self._failing:
             handle.end("error", "made to fail")
         self._live.append(handle)
@@ -205,11 +225,13 @@ class FakeEngine:
         """Whether nothing is left to do."""
         return all(handle.done for handle in self._live)
 
-    def generate(self, prompts: Sequence[str | list[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
         """The completions of `prompts`, in their order."""
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         ids = [list(prompt.encode()) if isinstance(prompt, str) else prompt for prompt in prompts]
-        handles = [self.submit(prompt, replace(one)) for prompt, one in zip(ids, each, strict=True)]
+        handles = [self.submit(prompt, one) for prompt, one in zip(ids, each, strict=True)]
         return [handle.result() for handle in handles]
 
     def status(self) -> FakeStatus:

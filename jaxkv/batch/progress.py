@@ -1,7 +1,6 @@
 """Shows how a job is doing, on standard error: a bar on a terminal, a plain line every few seconds elsewhere. Decides nothing."""
 
 import time
-from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
@@ -26,7 +25,7 @@ class View:
     @classmethod
     def of(cls, status: Any, num_finished: int, num_failed: int, num_lines: int) -> "View":
         """From an engine's status."""
-        return cls(num_finished, num_failed, num_lines, _count(status.rows), _count(status.parked), float(status.tokens_per_s or 0.0))
+        return cls(num_finished, num_failed, num_lines, status.rows, status.parked, float(status.tokens_per_s or 0.0))
 
     def __str__(self) -> str:
         failed = f" ({self.num_failed} failed)" if self.num_failed else ""
@@ -103,8 +102,3 @@ class Pace:
 def choose_meter(stream: TextIO) -> Meter:
     """A bar where a person looks, lines where a file does."""
     return Bar(stream) if stream.isatty() else PlainLines(stream)
-
-
-def _count(value: Any) -> int:
-    """A number, or how many of a collection's entries hold something."""
-    return sum(entry is not None for entry in value) if isinstance(value, Sized) else int(value)  # type: ignore[attr-defined]

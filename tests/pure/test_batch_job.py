@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,7 +124,7 @@ def test_input_may_be_several_files_globs_gzip_and_standard_input(tmp_path: Path
     write(tmp_path / "part-1.jsonl", line("b"))
     (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(json.dumps(line("d")).encode() + b"\n\n" + json.dumps(line("e")).encode()))
     stdin = io.BytesIO(b"\xef\xbb\xbf" + json.dumps(line("f")).encode() + b"\nbroken\n")
-    names = [tmp_path / "one.jsonl", tmp_path / "part-*.jsonl", tmp_path / "z.jsonl.gz", "-"]
+    names: list[str | Path] = [tmp_path / "one.jsonl", tmp_path / "part-*.jsonl", tmp_path / "z.jsonl.gz", "-"]
     ran = run(tmp_path, *names, make=lambda: FakeEngine(rows=1), stdin=stdin)
     assert list(ran.texts) == ["a", "b", "c", "d", "e", "f"]
     assert [e["error"]["line"] for e in ran.entries if e["error"]] == ["<stdin>:2"]
@@ -232,7 +233,7 @@ def test_paths_that_cannot_work_are_refused_before_an_engine_is_built(tmp_path: 
     good = write(tmp_path / "in.jsonl", line("a"))
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"x" * 1000)[:-9])
     out, s = tmp_path / "o.jsonl", tmp_path / "s.json"
-    cases = [
+    cases: list[tuple[list[Any], Path, Path, str]] = [
         ([], out, s, "--input: got none"),
         (["-", "-"], out, s, "--input: got - more than once"),
         ([tmp_path / "no.jsonl"], out, s, f"--input {tmp_path}/no.jsonl: there is no such file"),

@@ -1,6 +1,7 @@
 """Output: tokens in, text and an end out."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from jaxkv.request import SamplingParams, TokenLogprobs
 from jaxkv.testing import EOS_ID, ByteTokenizer
 
 
-def fold(text: bytes | list[int], *, limit: int = 1000, **params: object) -> tuple[Output, list[str]]:
+def fold(text: bytes | list[int], *, limit: int = 1000, **params: Any) -> tuple[Output, list[str]]:
     """Feed bytes one by one until the end; the output and its deltas."""
     output = Output(ByteTokenizer(), (EOS_ID,), SamplingParams(**params), limit)
     deltas = []
