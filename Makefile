@@ -16,18 +16,10 @@ help: ## this list
 
 setup: $(READY) ## set up .venv (the others do it by themselves)
 
-# The first Python of 3.11 or newer that really starts; the lock file is made for 3.11.
 $(READY): requirements.lock pyproject.toml
-	@found=""
-	for candidate in $${PYTHON:-} python3.11 python3 python3.12 python3.13; do
-	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$candidate; break; fi
-	done
-	if [ -z "$$found" ]; then
-	  echo "jaxkv needs Python 3.11 or newer: install it, or name one with 'make PYTHON=/path/to/python3.11 ...'" >&2
-	  exit 2
-	fi
-	echo "setting up $(VENV) with $$("$$found" --version)" >&2
-	[ -x $(BIN)/python ] || "$$found" -m venv $(VENV)
+	@python=$$(.ci/find-python 3.11)
+	echo "setting up $(VENV) with $$($$python --version): this takes a minute, once" >&2
+	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --requirement requirements.lock
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)
@@ -49,8 +41,9 @@ test-accelerator: $(READY) ## the exactness tests on a GPU or TPU (needs one of 
 	@JAXKV_ACCELERATOR=1 $(PYTEST) tests/accelerator -m accelerator
 
 test-latest: ## the tests with Python 3.12 and the newest JAX that pyproject allows
-	@[ -x .venv-latest/bin/python ] || $${PYTHON312:-python3.12} -m venv .venv-latest
-	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
+	@python=$$(.ci/find-python 3.12)
+	[ -x .venv-latest/bin/python ] || $$python -m venv .venv-latest
+	.venv-latest/bin/python -m pip install -qq --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
 	.venv-latest/bin/python -m pip list --disable-pip-version-check | grep -iE '^(jax|jaxlib|flax|numpy|orbax-checkpoint) '
 	.venv-latest/bin/python -m pytest -m "not slow and not accelerator"
 
