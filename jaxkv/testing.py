@@ -189,6 +189,7 @@ class FakeEngine:
         self.model_config = FakeModelConfig()
         self.capacity = self.max_len = capacity
         self.system_fingerprint = fingerprint
+        self.messages: list[str] = []
         self.num_steps = self.num_tokens = self.num_live_peak = 0
         self.is_closed = False
         self._answers, self._failing = dict(answers or {}), {tuple(prompt.encode()) for prompt in failing}

@@ -110,6 +110,8 @@ class _Job:
             print("batch: nothing is missing, so no model is loaded", file=self.stderr)
             return self._finish(tally, {"system_fingerprint": before.system_fingerprint}, 0.0)
         with self._opened() as engine:
+            for message in engine.messages:
+                print(f"batch: {message}", file=self.stderr)
             now = dataclasses.replace(now, system_fingerprint=engine.system_fingerprint)
             self._refuse_other(before, now)
             self._prepare(now, finished)
