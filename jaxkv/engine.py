@@ -237,10 +237,12 @@ class Engine:
         """Wait for the tokens, hand them to their sequences, tell the scheduler."""
         finished: dict[int, str] = {}
         failed: dict[int, str] = {}
+        host = None if decoded is None else Host(decoded)
+        for chunk, reason in self.parts.transfer.verify():
+            self._fail(chunk.seq_id, reason)
         if plan.prefill is not None and plan.prefill.is_last and prefilled is not None:
             self._accept(plan.prefill.seq_id, 0, Host(prefilled), finished, failed)
-        if decoded is not None:
-            host = Host(decoded)
+        if host is not None:
             for entry in plan.decode:
                 self._accept(entry.seq_id, entry.row, host, finished, failed)
         if plan.prefill is None and not plan.decode:

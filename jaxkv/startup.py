@@ -269,5 +269,6 @@ def warm_up(weights: nnx.State, pool: PoolHolder, transfer: Transfer, programs: 
         while not getattr(landed, settled):
             time.sleep(1e-4)
             landed = transfer.poll(step=2**30)
+    assert not transfer.verify()
     transfer.discard(-1)
     transfer.reset_stats()

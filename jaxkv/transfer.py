@@ -77,14 +77,22 @@ class Outbound:
 
 @dataclass(slots=True)
 class Inbound:
-    """A chunk on its way back: first the copy (`staged`), then the scatter, whose checksum must equal the image's."""
+    """A chunk on its way back: `staged` is its copy on the device."""
 
     chunk: Chunk
     host: HostChunk
     staged: Any
     started_step: int
     started_s: float
-    checksum: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unverified:
+    """A chunk that was scattered: the checksum of what was written must equal the image's."""
+
+    chunk: Chunk
+    expected: int
+    written: Array
 
 
 @dataclass(slots=True)
@@ -130,6 +138,7 @@ class Transfer:
         self._images: dict[int, dict[int, HostChunk]] = {}
         self._out: list[Outbound] = []
         self._in: list[Inbound] = []
+        self._unverified: list[Unverified] = []
         self.stats = TransferStats()
 
     @property
@@ -174,6 +183,14 @@ class Transfer:
         self._in = [flight for flight in self._in if not self._land_in(flight, step, landed)]
         return landed
 
+    def verify(self) -> list[tuple[Chunk, str]]:
+        """Compare the checksums of what was scattered since the last call; waits for the scatters, so call it when a step after them is done.
+
+        A sequence runs in the very step that its scatter was issued in, but no token of it may be taken before this.
+        """
+        unverified, self._unverified = self._unverified, []
+        return [(u.chunk, _damage(got, u.expected)) for u in unverified if (got := int(u.written)) != u.expected]
+
     def reset_stats(self) -> None:
         """Start counting anew, e.g. after warming up; what kind of memory images got stays known."""
         self.stats = TransferStats(memory_kinds=self.stats.memory_kinds)
@@ -215,20 +232,13 @@ class Transfer:
         return True
 
     def _land_in(self, flight: Inbound, step: int, landed: Landed) -> bool:
-        if flight.checksum is None:
-            if self._is_late(flight, step) or not _ready(flight.staged):
-                return self._timed_out(flight, landed)
-            if flight.chunk.seq_id not in self._images:  # cancelled meanwhile: its pages are not ours to write
-                landed.restored.append(flight.chunk)
-                return True
-            flight.checksum = self._pool.scatter(flight.staged, self._ids(flight.chunk, self._layout.num_pages + 1))
-            flight.staged = None
-        if not flight.checksum.is_ready():
+        if self._is_late(flight, step) or not _ready(flight.staged):
             return self._timed_out(flight, landed)
-        self.stats.restore_s.append(time.perf_counter() - flight.started_s)
         landed.restored.append(flight.chunk)
-        if (got := int(flight.checksum)) != (expected := int(flight.host.checksum)):
-            landed.failed.append((flight.chunk, f"a parked image came back damaged: checksum {got:#010x} instead of {expected:#010x}"))
+        self.stats.restore_s.append(time.perf_counter() - flight.started_s)
+        if flight.chunk.seq_id in self._images:  # else it was cancelled meanwhile, and its pages are not ours to write
+            written = self._pool.scatter(flight.staged, self._ids(flight.chunk, self._layout.num_pages + 1))
+            self._unverified.append(Unverified(flight.chunk, int(flight.host.checksum), written))
         return True
 
     def _is_late(self, flight: Outbound | Inbound, step: int) -> bool:
@@ -264,6 +274,10 @@ class PoolHolder:
         """Write pages into the pool; returns the checksum of what was written."""
         self.arrays, checksum = self._scatter(self.arrays, pages, ids)
         return checksum  # type: ignore[no-any-return]
+
+
+def _damage(got: int, expected: int) -> str:
+    return f"a parked image came back damaged: checksum {got:#010x} instead of {expected:#010x}"
 
 
 def _ready(tree: Any) -> bool:

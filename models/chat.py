@@ -18,7 +18,7 @@ from jaxkv.models.errors import ModelError
 class GenerationTag(Extension):
     """`{% generation %}` marks answers for training; here it is only passed through."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (as its base class declares it)
 
     def parse(self, parser: Parser) -> Node | list[Node]:
         next(parser.stream)

@@ -77,16 +77,16 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
 def load_checkpoint(path: str | Path, *, dtype: str, mesh: Mesh, on_stage: OnStage | None = None) -> Checkpoint:
     """Load a model onto a mesh with the axis "tensor", and its tokenizer.
 
-    `on_stage(name, seconds)` hears how long each of open, read, convert, place, tokenizer and hash took, once all are done.
+    `on_stage(name, seconds)` hears how long each of open, tokenizer, read, convert, place and hash took, once all are done.
     """
     numpy_dtype(dtype)
     stages = Stages()
     with stages.measure("open"):
         opened = _open(Path(path))
         check_mesh(opened.config, mesh.shape[AXIS])
-    model = opened.load(dtype, mesh, stages)
     with stages.measure("tokenizer"):
-        tokenizer = opened.tokenizer()
+        tokenizer = opened.tokenizer()  # before the weights, since it may be refused
+    model = opened.load(dtype, mesh, stages)
     with stages.measure("hash"):
         sha256 = opened.weights_sha256(dtype)
     stages.report(on_stage)
@@ -101,9 +101,10 @@ def save_converted(path_in: str | Path, path_out: str | Path, dtype: str, progre
         raise ModelError(f"{path_in} is converted already; give the GGUF file or the Hugging Face folder it was made from")
     if target.exists():
         raise ModelError(f"{target} exists already; remove it or choose another folder")
+    tokenizer = source.tokenizer()
     model = source.load(dtype, Mesh(np.array(jax.devices()[:1]), (AXIS,)), Stages(), progress)
     description = Description(source.config, source.eos_ids, dtype, source.weights_sha256(dtype), source.format)
-    write_converted(target, description, flat_parameters(nnx.state(model)), source.tokenizer())
+    write_converted(target, description, flat_parameters(nnx.state(model)), tokenizer)
     return target
 
 

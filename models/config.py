@@ -5,6 +5,7 @@ Knows no tensor names and imports neither JAX nor Flax.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from jaxkv.models.errors import ModelError
@@ -45,10 +46,6 @@ class ModelConfig:
     dtype: str  # as stored in the checkpoint
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "hidden_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "max_position"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ModelError(f"model config: {name} must be a positive integer, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly")
         if self.head_dim % 2:
@@ -70,29 +67,33 @@ class ModelConfig:
 def read_config(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """A ModelConfig from the contents of a Hugging Face config.json."""
 
-    def need(key: str) -> Any:
-        if data.get(key) is None:
-            raise ModelError(f"{where}: the key {key!r} is missing")
-        return data[key]
-
-    check_supported(str(need("model_type")), where)
+    check_supported(str(data.get("model_type")), where)
     _refuse_variants(data, where)
-    num_heads = need("num_attention_heads")
+    count = partial(read_count, data, where)
+    num_heads = count("num_attention_heads")
     return ModelConfig(
-        model_type=need("model_type"),
-        vocab_size=need("vocab_size"),
-        num_layers=need("num_hidden_layers"),
-        hidden_dim=need("hidden_size"),
+        model_type=data["model_type"],
+        vocab_size=count("vocab_size"),
+        num_layers=count("num_hidden_layers"),
+        hidden_dim=count("hidden_size"),
         num_heads=num_heads,
-        num_kv_heads=data.get("num_key_value_heads") or num_heads,
-        head_dim=data.get("head_dim") or need("hidden_size") // num_heads,
-        ffn_dim=need("intermediate_size"),
-        max_position=need("max_position_embeddings"),
+        num_kv_heads=count("num_key_value_heads", num_heads),
+        head_dim=count("head_dim", count("hidden_size") // num_heads),
+        ffn_dim=count("intermediate_size"),
+        max_position=count("max_position_embeddings"),
         norm_eps=float(data.get("rms_norm_eps", 1e-6)),
         rope=read_rope(data),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         dtype=_read_dtype(data),
     )
+
+
+def read_count(data: Mapping[str, Any], where: str, key: str, default: int | None = None) -> int:
+    """The positive integer under a key, or the default where the key is absent or null."""
+    value = default if data.get(key) is None else data[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{where}: {key} must be a positive integer, got {'nothing' if value is None else repr(value)}")
+    return value
 
 
 def read_rope(data: Mapping[str, Any]) -> Rope:
@@ -123,6 +124,6 @@ def _read_dtype(data: Mapping[str, Any]) -> str:
 
 def _refuse_variants(data: Mapping[str, Any], where: str) -> None:
     """Options that some members of a family use and that we do not compute."""
-    for key, allowed in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+    for key, allowed in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
         if data.get(key, allowed) != allowed:
             raise ModelError(f"{where}: {key} = {data[key]!r} is not supported for {data['model_type']!r}, only {allowed!r}")

@@ -149,8 +149,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name; a chat_template.jinja file wins over tokenizer_config.json."""
-    found = settings.get("chat_template") or {}
-    templates = {item["name"]: item["template"] for item in found} if isinstance(found, list) else {"default": found} if found else {}
+    found: Any = settings.get("chat_template") or []
+    named = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    templates = {str(item["name"]): str(item["template"]) for item in named}
     file = folder / "chat_template.jinja"
     return templates | {"default": file.read_text(encoding="utf-8")} if file.exists() else templates
 

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 class Attend(Protocol):
     """Attention as an argument: stores the new keys and values in `cache`, attends, and returns the new cache.
 
-    The cache is opaque to the model. The t tokens are one token of each of t rows or a run of one sequence; only the attend function knows which.
+    The cache is opaque to the model. The t tokens are one token of each of t rows, or a run of one sequence; only the attend function
+    knows which.
     """
 
     def __call__(

@@ -18,8 +18,8 @@ from jaxkv.models.config import Rope
 def product(x: Float[Array, "t a"], w: Float[Array, "..."], contract: int = 0) -> Float[Array, "t b"]:
     """x times w over w's axis `contract`, accumulated and returned in float32.
 
-    The float32 result type is what keeps bfloat16 fast on CPU: asked for a bfloat16 result, XLA:CPU converts the whole weight to float32 first
-    (30 layers of 576 x 1536, 8 rows: 149 ms instead of 25). Float32 inputs use full float32 products on every backend.
+    The float32 result type is what keeps bfloat16 fast on CPU: asked for a bfloat16 result, XLA:CPU first converts the whole weight to
+    float32 (30 layers of 576 x 1536, 8 rows: 149 ms instead of 25). Float32 inputs use full float32 products on every backend.
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((1,), (contract,)), ((), ()))
@@ -113,7 +113,10 @@ def rope_angles(positions: Int[Array, " t"], frequencies: np.ndarray) -> tuple[F
 
 
 def rotate(x: Float[Array, "t n d"], cos: Float[Array, "t r"], sin: Float[Array, "t r"]) -> Float[Array, "t n d"]:
-    """Rotary embedding, half-split: dim i turns with dim i + r; dims beyond 2 r pass through. Example d = 4, r = 2: pairs (0, 2) and (1, 3)."""
+    """Rotary embedding, half-split: dim i turns with dim i + r, dims beyond 2 r pass through.
+
+    Example d = 4, r = 2: the pairs are (0, 2) and (1, 3).
+    """
     r = cos.shape[-1]
     y = x.astype(jnp.float32)
     a, b, rest = y[..., :r], y[..., r : 2 * r], y[..., 2 * r :]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv.models.config import ModelConfig, Rope
+from jaxkv.models.config import ModelConfig, Rope, read_count
 from jaxkv.models.errors import ModelError
 from jaxkv.models.gguf_file import GgufFile, GgufTensor, read_gguf
 from jaxkv.models.hf_tokenizer import HfTokenizer, bpe_tokenizer
@@ -83,10 +83,9 @@ def gguf_tokenizer(file: GgufFile) -> HfTokenizer | None:
     meta, where = file.metadata, str(file.path)
     if "tokenizer.ggml.tokens" not in meta:
         return None
-    if meta.get("tokenizer.ggml.model") != "gpt2":
-        raise ModelError(
-            f"{where}: tokenizer model {meta.get('tokenizer.ggml.model')!r} is not supported; supported is: gpt2 (byte-level BPE)"
-        )
+    kind = meta.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ModelError(f"{where}: tokenizer model {kind!r} is not supported; supported is: gpt2 (byte-level BPE)")
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     kinds: list[int] = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     bos, eos = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
@@ -119,28 +118,26 @@ def _read_config(file: GgufFile) -> ModelConfig:
     if arch not in ARCHITECTURES:
         raise ModelError(f"{where}: GGUF architecture {arch!r} is not supported; supported are: {', '.join(ARCHITECTURES)}")
 
-    def need(key: str) -> Any:
-        if f"{arch}.{key}" not in meta:
-            raise ModelError(f"{where}: the metadata key '{arch}.{key}' is missing")
-        return meta[f"{arch}.{key}"]
+    def count(key: str, default: int | None = None) -> int:
+        return read_count(meta, where, f"{arch}.{key}", default)
 
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{where}: the tensor 'token_embd.weight' is missing")
-    num_heads, hidden_dim = need("attention.head_count"), need("embedding_length")
-    head_dim = meta.get(f"{arch}.attention.key_length", hidden_dim // num_heads)
-    if meta.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(f"{where}: rotating {meta[f'{arch}.rope.dimension_count']} of {head_dim} head dims is not supported")
+    num_heads, hidden_dim = count("attention.head_count"), count("embedding_length")
+    head_dim = count("attention.key_length", hidden_dim // num_heads)
+    if (rotated := count("rope.dimension_count", head_dim)) != head_dim:
+        raise ModelError(f"{where}: rotating {rotated} of {head_dim} head dims is not supported")
     return ModelConfig(
         model_type=arch,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
-        num_layers=need("block_count"),
+        num_layers=count("block_count"),
         hidden_dim=hidden_dim,
         num_heads=num_heads,
-        num_kv_heads=meta.get(f"{arch}.attention.head_count_kv", num_heads),
+        num_kv_heads=count("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        ffn_dim=need("feed_forward_length"),
-        max_position=need("context_length"),
-        norm_eps=need("attention.layer_norm_rms_epsilon"),
+        ffn_dim=count("feed_forward_length"),
+        max_position=count("context_length"),
+        norm_eps=float(meta.get(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5)),
         rope=_read_rope(meta, arch),
         tie_embeddings="output.weight" not in file.tensors,
         dtype="float32",  # what block formats are computed from; the file is narrower

@@ -87,7 +87,9 @@ def open_hf(path: Path) -> HfFolder:
     config = read_config(config_json, str(path / "config.json"))
     files = _weight_files(path)
     entries = {name: entry for file in files for name, entry in read_header(file).items() if not name.endswith(IGNORED)}
-    tied = next(iter(NAMES[config.model_type][1])) not in entries  # what is in the file wins over the config's word
+    # What is in the file decides whether embeddings are tied, unless the config says outright that they are not.
+    has_head = NAMES[config.model_type][1].keys() <= entries.keys()
+    tied = not has_head and config_json.get("tie_word_embeddings") is not False
     eos_ids = read_eos_ids(config_json, read_json(generation) if generation.exists() else {})
     return HfFolder(path, config.with_tied(tied), eos_ids, files, entries)
 

@@ -109,8 +109,11 @@ def write_converted(path: Path, description: Description, arrays: Mapping[str, j
 
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp").absolute()
     draft.mkdir(parents=True)
+    # Plain uncompressed files: weights hardly compress, and on SmolLM2 (538 MB) they load in 1.0 s where the default takes 1.8.
+    saving = ocp.options.ArrayOptions.Saving(use_compression=False, use_ocdbt=False, use_zarr3=False)
     try:
-        ocp.save(draft / WEIGHTS, dict(arrays))
+        with ocp.Context(array_options=ocp.options.ArrayOptions(saving=saving)):
+            ocp.save(draft / WEIGHTS, dict(arrays))
         if tokenizer is not None:
             tokenizer.save(draft)
         (draft / DESCRIPTION).write_text(json.dumps(description.to_json(), indent=1), encoding="utf-8")
@@ -120,7 +123,7 @@ def write_converted(path: Path, description: Description, arrays: Mapping[str, j
 
 
 def _guarded(folder: Path, read: Callable[[Any, Path], Any]) -> Any:
-    """Orbax's answer, or a ModelError that names the folder. Orbax is imported here, since it takes a while and only this format needs it."""
+    """Orbax's answer, or a ModelError that names the folder. The import is here because it takes a while and only this format needs it."""
     from orbax.checkpoint import v1 as ocp
 
     try:

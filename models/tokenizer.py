@@ -3,6 +3,7 @@
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from jaxkv.models import chat
@@ -54,7 +55,7 @@ class TokenizerBase:
     strips_first_space = False  # sentencepiece models put a space before the first word
     bos_token: str | None = None
     eos_token: str | None = None
-    chat_templates: Mapping[str, str] = {}  # "default", and "tool_use" where a model has one for tools
+    chat_templates: Mapping[str, str] = MappingProxyType({})  # "default", and "tool_use" where a model has one for tools
 
     def token_bytes(self, token_id: int) -> bytes:
         raise NotImplementedError
@@ -89,7 +90,7 @@ BYTE_CHAT = (
 class ByteTokenizer(TokenizerBase):
     """A test double: ids 0 to 255 are bytes, those after them the special tokens; "a" is 97, "é" is [195, 169]."""
 
-    chat_templates = {"default": BYTE_CHAT}
+    chat_templates: Mapping[str, str] = MappingProxyType({"default": BYTE_CHAT})
 
     def __init__(self, special: Sequence[str] = ("<|im_start|>", "<|im_end|>")):
         self._special = {token: 256 + i for i, token in enumerate(special)}
