@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jaxkv.models.sharding import AXIS, check_mesh
 OnProgress = Callable[[int, int], None]  # tensors done, tensors in all
 
 
+@runtime_checkable
 class Opened(Protocol):
     """A checkpoint whose headers have been read, in any format."""
 

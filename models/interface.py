@@ -1,11 +1,12 @@
 """What a model asks for and offers, as types. Knows no family and no cache."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention as an argument: stores the new keys and values in `cache`, attends, and returns the new cache.
 
@@ -18,6 +19,7 @@ class Attend(Protocol):
     ) -> tuple[Float[Array, "t h d"], Any]: ...
 
 
+@runtime_checkable
 class LanguageModel(Protocol):
     """Every family's module: hidden states and cache from tokens, logits from hidden states."""
 

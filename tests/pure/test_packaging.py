@@ -1,7 +1,9 @@
 """What the package promises before it is built: names, light imports, extras, exact versions."""
 
+import ast
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -76,6 +78,17 @@ def test_the_lock_holds_exact_versions_and_no_address():
     locked = {line.partition("==")[0] for line in LOCK}
     wanted = [*PYPROJECT["project"]["dependencies"], *PYPROJECT["project"]["optional-dependencies"]["dev"]]
     assert {re.split(r"[<>=\[]", requirement)[0].lower() for requirement in wanted} <= locked
+
+
+def test_everything_imported_is_a_dependency_or_asked_for_by_its_extra():
+    distribution = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "pydantic_core": "pydantic"}
+    core = {re.split(r"[<>=]", requirement)[0] for requirement in PYPROJECT["project"]["dependencies"]}
+    for path in [path for folder in ("jaxkv", "models", "scheduler") for path in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for root in {name.partition(".")[0] for name in names} - {"jaxkv"} - sys.stdlib_module_names:
+                assert distribution.get(root, root) in core, f"{path} imports {root}"
 
 
 def test_every_dependency_has_a_lower_bound_and_every_core_one_an_upper():
