@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Tokenizers
 from tokenizers.models import BPE
 
 from jaxkv.models.errors import ModelError
-from jaxkv.models.tokenizer import TokenizerBase
+from jaxkv.models.tokenizer import TokenizerBase, check_text
 
 # How text is cut before merging, by the name GGUF files give it. A wrong one yields plausible but different ids, so others are refused.
 PRE_TOKENIZERS: dict[str, list[Any]] = {
@@ -56,10 +56,7 @@ class HfTokenizer(TokenizerBase):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; special tokens spelled out in the text become their single id."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ModelError(f"the text holds half a surrogate pair at character {error.start}, which is no valid text") from error
+        check_text(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def is_special(self, token_id: int) -> bool:

@@ -4,12 +4,13 @@ import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxkv.models import chat
 from jaxkv.models.errors import ModelError
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer."""
 
@@ -23,6 +24,14 @@ class Tokenizer(Protocol):
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Any = None, **kwargs: Any
     ) -> str: ...
+
+
+def check_text(text: str) -> None:
+    """Refuse a string that cannot be written as UTF-8; JSON can smuggle one in."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ModelError(f"the text holds half a surrogate pair at character {error.start}, which is no valid text") from error
 
 
 class TextStream:
@@ -102,6 +111,7 @@ class ByteTokenizer(TokenizerBase):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = []
+        check_text(text)
         for part in self._split.split(text):
             ids.extend([self._special[part]] if part in self._special else part.encode("utf-8"))
         return ids
