@@ -173,45 +173,77 @@ def _words(array: Array) -> str:
     return f"uint{8 * array.dtype.itemsize}"
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A program before it is compiled: the function, the shapes of its arguments, which one is donated, where its results go."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donate: int | None
+    out_shardings: Any
+
+
+def step_recipes(model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Recipe]:
+    """The programs that compute tokens: prefill and decode."""
+    graph, weights = nnx.split(model)
+    decode, prefill = example_batches(shapes, layout)
+    pool, out = pool_shapes(layout, layout.num_pages + 1, mesh), (pool_shardings(layout, mesh), NamedSharding(mesh, P()))
+    weights_in = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
+    return {
+        "prefill": Recipe(prefill_step(graph, layout, shapes.vocab_size, mesh), (weights_in, pool, prefill), 1, out),
+        "decode": Recipe(decode_step(graph, layout, mesh), (weights_in, pool, decode), 1, out),
+    }
+
+
+def transfer_recipes(layout: PoolLayout, transfer_pages: int, mesh: Mesh, gather_sharding: NamedSharding | None) -> dict[str, Recipe]:
+    """The programs that move pages: gather and scatter. `gather_sharding` is where gathered pages go when not to device memory."""
+    everywhere = NamedSharding(mesh, P())
+    kept = pool_shardings(layout, mesh)
+    gathered = kept if gather_sharding is None else [(gather_sharding, gather_sharding)] * layout.num_layers
+    pool, pages = pool_shapes(layout, layout.num_pages + 1, mesh), pool_shapes(layout, transfer_pages, mesh)
+    ids = np.zeros(transfer_pages, np.int32)
+    return {
+        "gather": Recipe(gather_pages, (pool, ids), None, (gathered, everywhere)),
+        "scatter": Recipe(scatter_pages, (pool, pages, ids), 0, (kept, everywhere)),
+    }
+
+
+def pool_shapes(layout: PoolLayout, num_pages: int, mesh: Mesh) -> Any:
+    """So many pages of every layer, as shapes."""
+    pages = jax.ShapeDtypeStruct((num_pages, *layout.page_shape), layout.storage, sharding=pool_sharding(mesh))
+    return [(pages, pages)] * layout.num_layers
+
+
+def pool_shardings(layout: PoolLayout, mesh: Mesh) -> Any:
+    """Where they live."""
+    return [(pool_sharding(mesh), pool_sharding(mesh))] * layout.num_layers
+
+
 def build_programs(
     model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh, *, gather_sharding: NamedSharding | None, exact_float32: bool
 ) -> Programs:
     """Compile every program, from shapes alone. `gather_sharding` is where gathered pages go when not to device memory (hold mode)."""
-    graph, weights = nnx.split(model)
-    decode, prefill = example_batches(shapes, layout)
-    cell = pool_sharding(mesh)
-    page = jax.ShapeDtypeStruct((layout.num_pages + 1, *layout.page_shape), layout.storage, sharding=cell)
-    moved = jax.ShapeDtypeStruct((shapes.transfer_pages, *layout.page_shape), layout.storage, sharding=cell)
-    pool = [(page, page)] * layout.num_layers
-    pages = [(moved, moved)] * layout.num_layers
-    everywhere = NamedSharding(mesh, P())
-    kept = [(cell, cell)] * layout.num_layers
-    out_pages = [(gather_sharding or cell,) * 2] * layout.num_layers
-    ids = np.zeros(shapes.transfer_pages, np.int32)
-    weights_in = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
+    recipes = step_recipes(model, layout, shapes, mesh) | transfer_recipes(layout, shapes.transfer_pages, mesh, gather_sharding)
     with jax.default_matmul_precision("highest" if exact_float32 else "default"):
-        decode_fn, prefill_fn = decode_step(graph, layout, mesh), prefill_step(graph, layout, shapes.vocab_size, mesh)
-        return Programs(
-            prefill=compile_program("prefill", prefill_fn, (weights_in, pool, prefill), 1, (kept, everywhere), mesh),
-            decode=compile_program("decode", decode_fn, (weights_in, pool, decode), 1, (kept, everywhere), mesh),
-            gather=compile_program("gather", gather_pages, (pool, ids), None, (out_pages, everywhere), mesh),
-            scatter=compile_program("scatter", scatter_pages, (pool, pages, ids), 0, (kept, everywhere), mesh),
-        )
+        return Programs(**{name: compile_program(name, recipe, mesh) for name, recipe in recipes.items()})
 
 
-def compile_program(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int | None, out: Any, mesh: Mesh) -> Program:
-    """Lower and compile one function for these arguments; every NumPy argument is replicated over the mesh."""
+def jit_recipe(recipe: Recipe, mesh: Mesh) -> Any:
+    """The jitted function; every NumPy argument is replicated over the mesh."""
     everywhere = NamedSharding(mesh, P())
-    shardings = jax.tree.map(lambda x: getattr(x, "sharding", None) or everywhere, arguments)
-    jitted = jax.jit(
-        function,
-        donate_argnums=() if donate is None else donate,
-        in_shardings=shardings,
-        out_shardings=out,
+    return jax.jit(
+        recipe.function,
+        donate_argnums=() if recipe.donate is None else recipe.donate,
+        in_shardings=jax.tree.map(lambda x: getattr(x, "sharding", None) or everywhere, recipe.arguments),
+        out_shardings=recipe.out_shardings,
         compiler_options=compiler_options(mesh.devices.flat[0].platform),
     )
+
+
+def compile_program(name: str, recipe: Recipe, mesh: Mesh) -> Program:
+    """Lower and compile one program for its arguments."""
     start = time.perf_counter()
-    compiled = jitted.lower(*arguments).compile()
+    compiled = jit_recipe(recipe, mesh).lower(*recipe.arguments).compile()
     took = time.perf_counter() - start
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     run = one_at_a_time(compiled) if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu" else compiled
