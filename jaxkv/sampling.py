@@ -114,7 +114,7 @@ def penalise(logits: Float[Array, "b v"], knobs: Knobs) -> Float[Array, "b v"]:
     seen, counts = count(said) > 0, count(answered).astype(jnp.float32)
     factor = jnp.where(seen, knobs.repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
-    return logits - counts * knobs.frequency[:, None] - (counts > 0) * knobs.presence[:, None]
+    return logits - counts * knobs.frequency[:, None] - jnp.where(counts > 0, knobs.presence[:, None], 0.0)
 
 
 def add_bias(logits: Float[Array, "b v"], knobs: Knobs) -> Float[Array, "b v"]:

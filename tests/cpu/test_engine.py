@@ -1,0 +1,275 @@
+"""What callers of the engine can rely on beside exactness: sizes, ends, faults, and that nothing leaks."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.engine import Engine
+from jaxkv.errors import ConfigError, JaxkvError, RequestError
+from jaxkv.guard import RecompileError
+from jaxkv.live import Handle
+from jaxkv.request import SamplingParams
+from tests.cpu import tiny
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    with tiny.engine() as made:
+        yield made
+
+
+def greedy(num: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num, temperature=0, ignore_eos=True)
+
+
+def test_the_fixture_gives_its_reference_tokens_and_logprobs(shared: Engine) -> None:
+    reference = np.load(tiny.LLAMA / "reference.npz")
+    for i in (0, 1):
+        prompt = reference[f"input_ids_{i}"].tolist()
+        num = min(32, 64 - len(prompt) + 1)
+        if num < 1:
+            continue
+        wish = SamplingParams(max_tokens=num, temperature=0, ignore_eos=True, logprobs=20)
+        answer = tiny.run(shared, [prompt], wish)[0]
+        assert answer.token_ids == reference[f"greedy_{i}"][:num].tolist()
+        expected = jax.nn.log_softmax(reference[f"step_logits_{i}"], axis=-1)
+        assert answer.logprobs is not None
+        for step, found in enumerate(answer.logprobs):
+            assert found.logprob == pytest.approx(float(expected[step, found.token_id]), abs=2e-4)
+            assert [value for _, value in found.top] == pytest.approx([float(expected[step, token]) for token, _ in found.top], abs=2e-4)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_exactly_as_many_tokens_as_asked(shared: Engine, num: int) -> None:
+    steps = shared.stats.num_decode_steps
+    answer = tiny.run(shared, [tiny.prompt(8)], greedy(num))[0]
+    assert len(answer.token_ids) == num
+    assert answer.finish_reason == "length"
+    assert shared.stats.num_decode_steps - steps == num - 1
+
+
+def test_a_prompt_that_fills_the_pool_gets_one_token_and_one_more_is_refused_with_both_numbers(shared: Engine) -> None:
+    assert shared.capacity == 64
+    handle = shared.submit(tiny.prompt(64), greedy(5))
+    assert handle.will_truncate_at == 1
+    bystander = shared.submit(tiny.prompt(8), greedy(8))
+    assert len(handle.result().token_ids) == 1
+    assert handle.result().finish_reason == "length"
+    assert len(bystander.result().token_ids) == 8
+    with pytest.raises(RequestError, match=r"65.*64"):
+        shared.submit(tiny.prompt(65), greedy(1))
+    tiny.settle(shared)
+
+
+def test_a_lone_request_that_outgrows_the_pool_ends_by_length_and_says_so_before(shared: Engine) -> None:
+    handle = shared.submit(tiny.prompt(20), greedy(100))
+    assert handle.will_truncate_at == 45
+    assert len(handle.result().token_ids) == 45
+    assert handle.result().finish_reason == "length"
+    assert len(tiny.run(shared, [tiny.prompt(9)], greedy(4))[0].token_ids) == 4
+
+
+def test_without_max_tokens_it_runs_to_a_stop_or_the_limit(shared: Engine) -> None:
+    handle = shared.submit(tiny.prompt(20), SamplingParams(temperature=0, ignore_eos=True))
+    assert handle.will_truncate_at == 45
+    assert len(handle.result().token_ids) == 45
+
+
+def test_wrong_requests_are_refused_with_the_field_and_both_values(shared: Engine) -> None:
+    wrong = [
+        ([], GREEDY, "prompt: got 0 tokens"),
+        ([5, 320], GREEDY, "prompt: got token id 320, allowed: 0 to 319"),
+        ([5], SamplingParams(max_tokens=0), "max_tokens: got 0, allowed: at least 1"),
+        ([5], SamplingParams(logprobs=21), "logprobs: got 21, allowed: 0 to 20"),
+        ([5], SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0)), "logit_bias: got 301 entries, allowed: at most 300"),
+        ([5], SamplingParams(stop_token_ids=tuple(range(40))), "stop_token_ids: got 40 with the model's own, allowed: at most 32"),
+    ]
+    for prompt, params, message in wrong:
+        with pytest.raises(RequestError, match=message):
+            shared.submit(prompt, params)
+    assert shared.is_idle
+
+
+def test_iterating_a_handle_gives_the_tokens_one_by_one_while_others_run_too(shared: Engine) -> None:
+    other = shared.submit(tiny.prompt(9), greedy(10))
+    handle = shared.submit(tiny.prompt(8), greedy(10))
+    assert list(handle) == handle.result().token_ids
+    assert len(other.token_ids) > 0
+    assert list(other) == other.result().token_ids
+    tiny.settle(shared)
+
+
+def test_a_callback_hears_every_token_and_may_cancel(shared: Engine) -> None:
+    heard: list[int] = []
+
+    def listen(handle: Handle, token_id: int) -> None:
+        heard.append(token_id)
+        if len(heard) == 3:
+            handle.cancel()
+
+    handle = shared.submit(tiny.prompt(8), GREEDY, on_token=listen)
+    answer = handle.result()
+    assert answer.finish_reason == "cancelled"
+    assert answer.token_ids == heard and len(heard) == 3
+    tiny.settle(shared)
+
+
+def test_a_callback_that_raises_ends_its_own_request_alone(shared: Engine) -> None:
+    expected = tiny.run(shared, [tiny.prompt(9)], GREEDY)[0]
+
+    def fail(handle: Handle, token_id: int) -> None:
+        raise ValueError("no")
+
+    bad, good = shared.submit(tiny.prompt(8), GREEDY, on_token=fail), shared.submit(tiny.prompt(9), GREEDY)
+    assert tiny.content(good.result()) == tiny.content(expected)
+    answer = bad.result()
+    assert answer.finish_reason == "error"
+    assert answer.error == "the token could not be taken: ValueError: no"
+    tiny.settle(shared)
+
+
+def test_leaving_in_any_state_gives_everything_back_and_changes_nobody_else() -> None:
+    """Eight requests; two are waiting, parked, prefilling or decoding when they leave, with copies in flight."""
+    prompts = [tiny.prompt(4 + 5 * i) for i in range(8)]
+    with tiny.engine(debug__copy_delay_steps=3) as made:
+        expected = [tiny.content(answer) for answer in tiny.alone(made, prompts, [GREEDY] * 8)]
+    for first in range(1, 30, 4):
+        with tiny.engine(debug__copy_delay_steps=3, debug__park_seed=first) as made:
+            handles = [made.submit(prompt, GREEDY) for prompt in prompts]
+            for _ in range(first):
+                made.step()
+            leaving = [(first + 3 * i) % 8 for i in range(3)]
+            for i in leaving:
+                handles[i].cancel()
+                assert handles[i].done
+            for i, handle in enumerate(handles):
+                answer = handle.result()
+                if i not in leaving or answer.finish_reason != "cancelled":
+                    assert tiny.content(answer) == expected[i]
+
+
+def test_cancelling_twice_or_after_the_end_does_nothing(shared: Engine) -> None:
+    handle = shared.submit(tiny.prompt(8), GREEDY)
+    answer = handle.result()
+    handle.cancel()
+    assert handle.result() is answer
+    assert answer.finish_reason == "length"
+
+
+def test_a_damaged_image_fails_its_own_request_with_a_clear_error() -> None:
+    with tiny.engine(debug__copy_delay_steps=1) as made:
+        expected = [tiny.content(answer) for answer in tiny.alone(made, [tiny.prompt(8), tiny.prompt(9)], [GREEDY] * 2)]
+        bad, good = made.submit(tiny.prompt(8), GREEDY), made.submit(tiny.prompt(9), GREEDY)
+        tiny.step_to(made, bad, 4)
+        made.scheduler.park(bad.seq_id)
+        made.step()
+        chunk = made.parts.transfer.image_chunks(bad.seq_id)[0]
+        k, v = chunk.pages[0]
+        flipped = np.array(k)
+        flipped.reshape(-1).view(np.uint32)[5] ^= 1 << 3
+        chunk.pages[0] = (jax.device_put(flipped, k.sharding), v)
+        assert tiny.content(good.result()) == expected[1]
+        answer = bad.result()
+        assert answer.finish_reason == "error"
+        assert answer.error is not None and answer.error.startswith("a parked image came back damaged: checksum 0x")
+        assert len(answer.token_ids) < 12
+        assert tiny.content(tiny.run(made, [tiny.prompt(8)], GREEDY)[0]) == expected[0]
+
+
+def test_without_host_memory_the_smallest_ends_naming_the_budget_and_the_rest_complete() -> None:
+    with tiny.engine(scheduler__host_budget_mib=0) as made:
+        answers = tiny.run(made, [tiny.prompt(24, i) for i in range(2)], greedy(30))
+        reasons = sorted(answer.finish_reason for answer in answers)
+        assert reasons == ["error", "length"]
+        error = next(answer.error for answer in answers if answer.error)
+        assert "scheduler.host_budget_mib" in error
+        assert made.scheduler.counters.num_parks == 0
+        assert made.summary()["num_failed"] == 1
+
+
+def test_a_compilation_in_a_step_raises_and_is_counted() -> None:
+    made = Engine(tiny.config())
+    handle = made.submit(tiny.prompt(8), GREEDY, on_token=lambda *_: None)
+    plain = made.parts.transfer.poll
+
+    def compile_something(step: int) -> object:
+        jax.jit(lambda x: x * 3 + 1)(np.arange(17, dtype=np.float32))
+        return plain(step)
+
+    made.parts.transfer.poll = compile_something  # type: ignore[method-assign, assignment]
+    with pytest.raises(RecompileError, match="1 compilation, 0 allowed"):
+        made.step()
+    assert made.num_compiles_after_warmup == 1
+    made.parts.transfer.poll = plain  # type: ignore[method-assign]
+    assert len(handle.result().token_ids) == 12
+    made.close()
+
+
+def test_a_closed_engine_says_so() -> None:
+    made = Engine(tiny.config())
+    made.close()
+    made.close()
+    with pytest.raises(JaxkvError, match="the engine is closed"):
+        made.submit([5], GREEDY)
+
+
+def test_what_cannot_work_is_refused_before_anything_is_loaded() -> None:
+    wrong = [
+        ({"model__max_len": 4096}, "model.max_len: got 4096, the model goes to 512"),
+        ({"transfer__chunk_pages": 100_000}, "transfer.staging_mib: got 64, one chunk of 100000 pages takes"),
+        ({"mesh__tensor": 64}, "mesh.tensor: got 64, but there are 1 cpu devices"),
+        ({"pool__tokens": 10**12}, "pool.tokens: got 1000000000000, which takes"),
+    ]
+    for settings, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            Engine(tiny.config(**settings))
+
+
+def test_without_pool_tokens_the_pool_takes_what_all_rows_could_fill() -> None:
+    with Engine(tiny.config(pool__tokens=None)) as made:
+        assert made.capacity == 4 * 128
+
+
+def test_stop_ids_end_an_answer_and_min_tokens_keeps_them_away(shared: Engine) -> None:
+    plain = tiny.run(shared, [tiny.prompt(8)], greedy(20))[0].token_ids
+    stop = plain[4]
+    first = plain.index(stop)
+    stopped = tiny.run(shared, [tiny.prompt(8)], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, stop_token_ids=(stop,)))[0]
+    assert stopped.token_ids == plain[: first + 1]
+    assert stopped.finish_reason == "stop"
+    later = SamplingParams(max_tokens=20, min_tokens=10, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
+    kept = tiny.run(shared, [tiny.prompt(8)], later)[0]
+    assert stop not in kept.token_ids[:10]
+    assert kept.token_ids[:first] == plain[:first]
+
+
+def test_logit_bias_forces_and_forbids_a_token(shared: Engine) -> None:
+    forced = tiny.run(shared, [tiny.prompt(8)], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logit_bias={17: 100.0}))[0]
+    assert forced.token_ids == [17] * 5
+
+
+def test_the_summary_counts_what_happened() -> None:
+    with tiny.engine() as made:
+        tiny.run(made, [tiny.prompt(20, i) for i in range(6)], greedy(24))
+        summary = made.summary()
+    chunk_bytes = 4 * 4 * 3 * 2 * 2 * 16 * 4  # pages x tokens x layers x (K, V) x kv heads x head dim x float32
+    assert summary["num_requests"] == summary["num_completed"] == 6
+    assert summary["num_failed"] == summary["num_last_resorts"] == summary["num_compiles_after_warmup"] == 0
+    assert summary["prompt_tokens"] == 120
+    assert summary["generated_tokens"] == 144
+    assert summary["num_parks"] == summary["num_restores"] > 0
+    assert summary["bytes_to_host"] == summary["bytes_to_device"]
+    assert summary["bytes_to_host"] % chunk_bytes == 0
+    assert summary["host_bytes_peak"] >= chunk_bytes
+    assert summary["host_bytes_end"] == 0
+    assert summary["pool_pages"] == summary["pool_pages_free_end"] == 16
+    assert 0 < summary["pool_use_at_park"] <= 1
+    assert 1 <= summary["rows_busy_mean"] <= 4
+    assert summary["image_memory_kinds"] == ["pinned_host"]
+    for name in ("token_gap_ms", "ttft_s", "e2e_s"):
+        assert summary[name]["p50"] <= summary[name]["p99"]
+    assert summary["longest_pause_s"] > 0
