@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jaxkv.scheduler import SequenceView
+
 if TYPE_CHECKING:
     from jaxkv.engine import Engine
+    from jaxkv.live import Live
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,7 @@ class SequenceStatus:
     num_pages: int
     num_parks: int
     text: str
+    image_pages: int = 0  # in host memory, or on the way there or back
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,7 @@ def read_status(engine: "Engine") -> EngineStatus:
     for view in snapshot.sequences:
         live = engine.live(view.seq_id)
         if live is not None:
-            sequences.append(
-                SequenceStatus(
-                    view.seq_id, str(view.state), view.row, view.num_tokens, live.num_generated, view.num_pages, view.num_parks, live.output.text
-                )
-            )
+            sequences.append(read_sequence(view, live))
     return EngineStatus(
         rows=snapshot.num_running,
         parked=snapshot.num_parked,
@@ -62,4 +62,19 @@ def read_status(engine: "Engine") -> EngineStatus:
         num_parks=counters.num_parks,
         num_restores=counters.num_restores,
         sequences=tuple(sequences),
+    )
+
+
+def read_sequence(view: SequenceView, live: "Live") -> SequenceStatus:
+    """One request, from what the scheduler and the engine know of it."""
+    return SequenceStatus(
+        seq_id=view.seq_id,
+        state=str(view.state),
+        row=view.row,
+        num_tokens=view.num_tokens,
+        num_generated=live.num_generated,
+        num_pages=view.num_pages,
+        num_parks=view.num_parks,
+        text=live.output.text,
+        image_pages=view.image_pages,
     )

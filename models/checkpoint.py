@@ -94,6 +94,11 @@ def load_checkpoint(path: str | Path, *, dtype: str, mesh: Mesh, on_stage: OnSta
     return Checkpoint(model, opened.config, tokenizer, opened.eos_ids, sha256)
 
 
+def load_tokenizer(path: str | Path) -> HfTokenizer | None:
+    """Only the tokenizer of a checkpoint, None where it has none: for those who must know a prompt's length before weights are loaded."""
+    return _open(Path(path)).tokenizer()
+
+
 def save_converted(path_in: str | Path, path_out: str | Path, dtype: str, progress: OnProgress | None = None) -> Path:
     """Convert a GGUF file or Hugging Face folder to an Orbax checkpoint in this dtype; the folder appears only when it is whole."""
     numpy_dtype(dtype)

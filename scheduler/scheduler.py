@@ -119,6 +119,11 @@ class Scheduler:
         """A frozen picture of everything that lives."""
         return snapshot(self._books)
 
+    def page_owners(self) -> tuple[int | None, ...]:
+        """Who holds each page, from page 1 on; None where it is free. For pictures of the pool: its cost grows with the pool."""
+        pages = self._books.pages
+        return tuple(pages.owner(page) for page in range(1, pages.num_pages + 1))
+
     def _end(self, seq_id: int, state: State, reason: str) -> str:
         seq = self._books.sequences.get(seq_id)
         if seq is None:
