@@ -125,8 +125,9 @@ def add_bias(logits: Float[Array, "b v"], knobs: Knobs) -> Float[Array, "b v"]:
 
 def draw(logits: Float[Array, "b v"], knobs: Knobs) -> Int[Array, " b"]:
     """Sample by the Gumbel-max trick: argmax of logits / temperature + noise, among the tokens that are allowed."""
-    scaled = logits / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
-    allowed = scaled >= scaled.max(-1, keepdims=True) + jnp.log(knobs.min_p)[:, None]  # p >= min_p * p_max; log(0) allows all
+    below = logits - logits.max(-1, keepdims=True)  # 0 for the likeliest: a tiny temperature gives minus infinities, never NaN
+    scaled = below / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
+    allowed = scaled >= jnp.log(knobs.min_p)[:, None]  # p >= min_p * p_max; log(0) allows all
     scaled = jnp.where(allowed, scaled, -jnp.inf)
     scaled = lax.cond((knobs.top_k > 0).any(), lambda x: keep_top_k(x, knobs.top_k), lambda x: x, scaled)
     scaled = lax.cond((knobs.top_p < 1).any(), lambda x: keep_top_p(x, knobs.top_p), lambda x: x, scaled)
@@ -149,7 +150,7 @@ def keep_top_k(x: Float[Array, "b v"], k: Int[Array, " b"]) -> Float[Array, "b v
 def keep_top_p(x: Float[Array, "b v"], p: Float[Array, " b"]) -> Float[Array, "b v"]:
     """Keep the smallest set of most likely tokens whose probability reaches p (Holtzman et al., 2019); 1 keeps all."""
     weight = jnp.exp(x - x.max(-1, keepdims=True))
-    wanted = p * weight.sum(-1)
+    wanted = jnp.maximum(p * weight.sum(-1), jnp.finfo(jnp.float32).tiny)  # a p that underflows still keeps the likeliest
     kept = _keep_above(x, lambda at_least: jnp.where(at_least, weight, 0.0).sum(-1) >= wanted)
     return jnp.where((p < 1)[:, None], kept, x)
 
