@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def numpy_dtype(name: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
+@lru_cache(maxsize=4)
 def abstract_model(config: ModelConfig, dtype: str) -> tuple[Any, dict[str, Any]]:
     """The graph definition of a model and its parameters' variables by path, without any memory for them."""
     family, jax_dtype = model_class(config.model_type), numpy_dtype(dtype)

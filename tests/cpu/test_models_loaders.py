@@ -237,6 +237,12 @@ def test_converting_leaves_nothing_behind_when_it_fails_and_overwrites_nothing(t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "converted"]
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"file/converted cannot be written: "):
+        save_converted(LLAMA, tmp_path / "file" / "converted", "float32")
+
+
 def test_a_damaged_converted_checkpoint_says_to_convert_again(tmp_path: Path) -> None:
     folder = save_converted(LLAMA, tmp_path / "converted", "float32")
     description = json.loads((folder / "jaxkv.json").read_text())

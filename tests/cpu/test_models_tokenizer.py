@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from jaxkv.models import ByteTokenizer, ModelError, save_converted
+from jaxkv.models import ByteTokenizer, ModelError, load_tokenizer, save_converted
 from jaxkv.models.gguf_file import read_gguf
 from jaxkv.models.hf_tokenizer import HfTokenizer, bpe_tokenizer, read_tokenizer
 from jaxkv.models.load_gguf import gguf_tokenizer
@@ -226,4 +226,7 @@ def test_a_folder_with_a_tokenizer_hands_it_to_the_checkpoint(tmp_path: Path) ->
     loaded = load(folder)
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.encode("aa") == [260]
+    alone = load_tokenizer(folder)
+    assert alone is not None
+    assert alone.encode("aa") == [260]
     assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
