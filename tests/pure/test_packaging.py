@@ -81,7 +81,7 @@ def test_the_lock_holds_exact_versions_and_no_address():
 
 
 def test_everything_imported_is_a_dependency_or_asked_for_by_its_extra():
-    distribution = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "pydantic_core": "pydantic"}
+    distribution = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "pydantic_core": "pydantic", "ml_dtypes": "ml-dtypes"}
     core = {re.split(r"[<>=]", requirement)[0] for requirement in PYPROJECT["project"]["dependencies"]}
     for path in [path for folder in ("jaxkv", "models", "scheduler") for path in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
