@@ -160,7 +160,7 @@ class FakeLoop:
         self.ends: dict[int, State] = {}
         self.notes: list[tuple[int, Note]] = []
         self.num_steps = 0
-        self.num_idle_steps = 0  # in a row, without a chunk or a token
+        self.num_idle_steps = 0  # in a row, with work but without a chunk or a token
 
     def add(self, seq_id: int, prompt_len: int, max_new: int | None, stops_after: int | None = None) -> int:
         """Add a sequence; it stops by itself after `stops_after` tokens, if its limit lets it."""
@@ -188,7 +188,8 @@ class FakeLoop:
         outcome = self.runner.run(plan)
         self._commit(self._with_ends(outcome), now)
         self.num_steps += 1
-        self.num_idle_steps = 0 if plan.prefill or plan.decode else self.num_idle_steps + 1
+        is_idle = not (plan.prefill or plan.decode or self.scheduler.is_idle)
+        self.num_idle_steps = self.num_idle_steps + 1 if is_idle else 0
         return plan
 
     def run(self, num_steps: int = 100_000, until: Callable[[], bool] = lambda: False) -> None:

@@ -35,7 +35,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One transfer of at most `chunk_pages` pages. `index` counts chunks of the image; the first page is logical page index * chunk_pages."""
+    """One transfer of at most `chunk_pages` pages. `index` counts chunks of the image: it starts at logical page index * chunk_pages."""
 
     seq_id: int
     epoch: int

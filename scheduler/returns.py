@@ -16,18 +16,24 @@ from jaxkv.scheduler.sequence import Sequence, State
 def let_in(books: Books, turn: Turn) -> None:
     """Start returns and admissions from the head of the line for as long as the head fits."""
     dispatch_restores(books, turn)
-    config = books.config
-    margin = config.margin_steps * (2 if config.hold else 1)
-    spare = books.pages.num_free + sum(len(seq.pages) - gate_pages(config, seq, margin) for seq in books.residents)
-    while line := front(books):
+    margin = books.config.margin_steps * (2 if books.config.hold else 1)
+    spare: int | None = None
+    while (line := front(books)) and is_ready(books, turn, line[0]):
+        spare = spare_pages(books, margin) if spare is None else spare
         seq = line[0]
         own_margin = margin if books.residents else 0
-        if not is_ready(books, turn, seq) or gate_pages(config, seq, own_margin) > spare:
+        if gate_pages(books.config, seq, own_margin) > spare:
             return
         line.popleft()
         enter(books, turn, seq)
-        spare -= gate_pages(config, seq, margin)
+        spare -= gate_pages(books.config, seq, margin)
         dispatch_restores(books, turn)
+
+
+def spare_pages(books: Books, margin: int) -> int:
+    """Pages that are neither held or leaving nor promised to a resident; below zero where more is promised than there is."""
+    promised = sum(gate_pages(books.config, seq, margin) - len(seq.pages) for seq in books.residents)
+    return books.pages.num_free - promised
 
 
 def front(books: Books) -> deque[Sequence] | None:

@@ -13,8 +13,8 @@ from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
 
 
 def config(num_pages: int, **changes: Any) -> SchedulerConfig:
-    settings: dict[str, Any] = dict(rows=2, page_size=1, prefill_chunk=32, max_len=100_000, chunk_bytes=16)
-    return SchedulerConfig(num_pages=num_pages, **{**settings, **changes})
+    sizes: dict[str, Any] = {"rows": 2, "page_size": 1, "prefill_chunk": 32, "max_len": 100_000, "chunk_bytes": 16}
+    return SchedulerConfig(num_pages=num_pages, **{**sizes, **changes})
 
 
 def loop(num_pages: int, delay: int = 0, **changes: Any) -> FakeLoop:
@@ -154,6 +154,21 @@ def test_one_that_ends_in_this_step_is_not_parked() -> None:
     assert job.tokens == {0: 12, 1: 5}
     assert job.scheduler.counters.num_parks == 0
     assert_nothing_is_left(job)
+
+
+def test_pages_about_to_be_free_spare_a_third_one_the_park() -> None:
+    # 14 + 9 + 8 cells of 32, all three need one more, and the second ends with it: without its pages the third would be parked.
+    job = loop(32, rows=3, margin_steps=0)
+    job.add(0, 10, 12)
+    job.add(1, 6, 5)
+    job.add(2, 6, 6)
+    job.run(until=lambda: job.num_cells(1) == 9)
+    assert (job.num_cells(0), job.num_cells(2)) == (14, 8)
+    plan = job.step()
+    assert [row.seq_id for row in plan.decode] == [1]
+    job.run()
+    assert job.tokens == {0: 12, 1: 5, 2: 6}
+    assert job.scheduler.counters.num_parks == 0
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -346,7 +361,7 @@ def test_the_models_length_ends_a_sequence_and_refuses_a_prompt() -> None:
     job = loop(64, max_len=20)
     assert job.add(0, 18, None) == 3
     assert job.add(1, 20, 5) == 1
-    with pytest.raises(DoesNotFit, match="the prompt has 21 tokens, and model.max_len allows 20"):
+    with pytest.raises(DoesNotFit, match=r"the prompt has 21 tokens, and model\.max_len allows 20"):
         job.add(2, 21, 1)
 
 
@@ -508,6 +523,33 @@ def test_the_same_seed_parks_at_the_same_steps() -> None:
 
     assert run(1) == run(1) != run(2)
     assert len(run(1)) > 3
+
+
+def test_an_empty_pool_asks_for_no_margin_even_while_pages_are_leaving() -> None:
+    job = loop(64, hold=True, delay=50, prefill_chunk=64)
+    job.add(0, 40, 10)
+    job.step()
+    job.scheduler.park(0)
+    job.step()
+    job.cancel(0)
+    assert job.scheduler.snapshot().num_pages_leaving == 40
+    job.add(1, 20, 20)  # 21 of 24 free pages; with the margin it would be 29
+    job.step()
+    assert job.noted("admit") == [0, 1]
+    job.run()
+    assert job.tokens[1] == 20
+
+
+def test_pages_for_the_first_step_after_a_return_come_with_it() -> None:
+    job = loop(64, rows=2, margin_steps=0, park_every=4)
+    job.add(0, 20, 40)
+    job.add(1, 20, 40)
+    while not job.scheduler.is_idle:
+        plan = job.step()
+        for note in (note for step, note in job.notes if step == job.num_steps - 1 and note.kind == "restore"):
+            assert note.num_pages == note.num_tokens + 1
+            assert len(next(update.pages for update in plan.tables if update.first == 0)) == note.num_pages
+    assert job.tokens == {0: 40, 1: 40}
 
 
 def test_the_leader_is_spared_and_a_starved_one_is_passed_over() -> None:

@@ -4,6 +4,7 @@ A whole run is made from one integer, so that a failure is replayed by `run_rand
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -80,30 +81,35 @@ class WatchedLoop(FakeLoop):
         assert counters.num_parks == counters.num_restores + counters.num_ended_parked
 
 
-def random_loop(rng: random.Random) -> WatchedLoop:
-    """A loop with settings from a small and nasty range."""
-    max_delay = rng.choice([0, 0, 1, 3, 12])
-    delays = [rng.randint(0, max_delay) for _ in range(97)]
+def random_config(rng: random.Random) -> SchedulerConfig:
+    """Settings from a small and nasty range; the larger pools are those in which pressure, not the door, decides."""
     chunk_pages = rng.choice([1, 2, 3, 5])
-    num_pages = rng.randint(1, 24)
-    config = SchedulerConfig(
-        rows=rng.randint(1, 5),
+    num_pages = rng.choice([rng.randint(1, 24), rng.randint(12, 60)])
+    return SchedulerConfig(
+        rows=rng.randint(1, 6),
         num_pages=num_pages,
         page_size=rng.choice([1, 1, 2, 4]),
         prefill_chunk=rng.choice([1, 4, 6]),
-        max_len=rng.choice([12, 1000]),
+        max_len=rng.choice([12, 1000, 1000]),
         chunk_pages=chunk_pages,
         chunk_bytes=10,
         chunks_per_step=rng.choice([1, 2, 4]),
         host_budget_bytes=rng.choice([None, None, None, 0, 10 * (num_pages // chunk_pages), 30]),
-        margin_steps=rng.choice([0, 1, 3, 8]),
+        margin_steps=rng.choice([0, 0, 1, 4]),
         starve_after=rng.choice([0, 1, 3]),
         victim=rng.choice(["smallest", "smallest", "largest", "youngest", "oldest"]),
         hold=rng.random() < 0.5,
-        planner=rng.random() < 0.7,
-        park_every=rng.choice([0, 0, 1, 3]),
-        park_seed=rng.choice([None, None, rng.randint(0, 1000)]),
+        planner=rng.random() < 0.6,
+        park_every=rng.choice([0, 0, 0, 1, 3]),
+        park_seed=rng.choice([None, None, None, rng.randint(0, 1000)]),
     )
+
+
+def random_loop(rng: random.Random) -> WatchedLoop:
+    """A loop whose copies land early, late or out of order."""
+    config = random_config(rng)
+    max_delay = rng.choice([0, 0, 1, 3] if config.park_every else [0, 0, 1, 3, 12])
+    delays = [rng.randint(0, max_delay) for _ in range(97)]
 
     def delay(chunk: Chunk) -> int:
         return delays[(chunk.seq_id * 31 + chunk.epoch * 7 + chunk.index) % len(delays)]
@@ -111,38 +117,49 @@ def random_loop(rng: random.Random) -> WatchedLoop:
     return WatchedLoop(config, delay, rng.choice([1, 2, 1000]), max_delay)
 
 
-def run_random(seed: int) -> None:
+def run_random(seed: int) -> WatchedLoop:
     """One whole run: requests that come and go while others are on their way."""
     rng = random.Random(seed)
     job = random_loop(rng)
     longest = min(job.scheduler.config.num_pages * job.scheduler.config.page_size, job.scheduler.config.max_len)
+    most_prompt = max(1, longest // rng.choice([1, 4, 8]))
+    pace = rng.choice([(0,), (0, 0, 1, 3, 10)])
     for seq_id in range(rng.randint(1, 9)):
-        job.add(seq_id, rng.randint(1, longest), rng.choice([None, 1, 2, rng.randint(1, 40)]), rng.choice([None, rng.randint(1, 20)]))
-        for _ in range(rng.choice([0, 0, 1, 3, 10])):
+        job.add(seq_id, rng.randint(1, most_prompt), rng.choice([None, 1, rng.randint(1, 60)]), rng.choice([None, rng.randint(1, 40)]))
+        for _ in range(rng.choice(pace)):
             job.step()
             if rng.random() < 0.1:
                 job.scheduler.park(rng.randint(0, seq_id))
             if rng.random() < 0.06:
                 job.cancel(rng.randint(0, seq_id))
     job.finish()
+    return job
+
+
+def run_and_count(seed: int) -> Counter[str]:
+    """A random run; what happened in it."""
+    try:
+        counters = run_random(seed).scheduler.counters
+    except AssertionError as error:
+        raise AssertionError(f"run_random({seed}): {error}") from error
+    counted = ("parks_forced", "parks_pressure", "last_resorts", "parks_refused", "restores", "ended_parked", "failed", "cancelled")
+    return Counter({name: getattr(counters, f"num_{name}") for name in counted})
 
 
 def test_random_runs_keep_every_promise() -> None:
-    for seed in range(400):
-        try:
-            run_random(seed)
-        except AssertionError as error:
-            raise AssertionError(f"run_random({seed}): {error}") from error
+    totals: Counter[str] = Counter()
+    for seed in range(200):
+        totals += run_and_count(seed)
+    # Runs that nothing happens in prove nothing: each kind of event is there in numbers.
+    rare = {name: num for name, num in totals.items() if num < 5}
+    assert not rare and len(totals) == 8, totals
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(20))
 def test_many_random_runs_keep_every_promise(block: int) -> None:
     for seed in range(1000 + block * 2000, 1000 + (block + 1) * 2000):
-        try:
-            run_random(seed)
-        except AssertionError as error:
-            raise AssertionError(f"run_random({seed}): {error}") from error
+        run_and_count(seed)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -184,5 +201,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
