@@ -33,7 +33,7 @@ def test_the_quickstart_writes_out_every_field_with_its_default():
 def test_a_configuration_cannot_be_changed_once_made():
     config = load_config(SMALLEST)
     with pytest.raises(ValidationError):
-        config.scheduler.rows = 3  # type: ignore[misc]
+        config.scheduler.rows = 3
 
 
 def test_an_override_wins_over_the_file_and_leaves_the_callers_dict_alone():
