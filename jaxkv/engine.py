@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.config import Config
 from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.guard import CompileGuard, RecompileError
-from jaxkv.live import Handle, Live, OnToken
+from jaxkv.live import Handle, Live, OnToken, RequestStats
 from jaxkv.output import Output
 from jaxkv.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, Completion, SamplingParams, TokenLogprobs
 from jaxkv.rows import Rows
@@ -107,6 +107,12 @@ class Engine:
     def live(self, seq_id: int) -> Live | None:
         """The sequence of a request that has not ended."""
         return self._live.get(seq_id)
+
+    def request_stats(self, seq_id: int) -> RequestStats:
+        """The figures of a request that has not ended."""
+        live = self._live[seq_id]
+        ttft_s = None if live.first_token_s is None else live.first_token_s - live.submitted_s
+        return RequestStats(str(self.scheduler.state(seq_id)), live.num_generated, live.num_parks, live.pause_s, ttft_s)
 
     # Requests
 

@@ -78,6 +78,17 @@ class Live:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Where a request is and what it has been through so far."""
+
+    state: str
+    num_tokens: int
+    num_parks: int
+    pause_s: float
+    ttft_s: float | None
+
+
 @dataclass(slots=True)
 class Handle:
     """A caller's view of one request: iterate for token ids, `result()` for the answer, `cancel()` to leave.
@@ -95,6 +106,14 @@ class Handle:
     def done(self) -> bool:
         """Whether the answer is complete."""
         return self.completion is not None
+
+    @property
+    def stats(self) -> RequestStats:
+        """Its state and figures now; the state of an ended one is its finish reason."""
+        if self.completion is not None:
+            c = self.completion
+            return RequestStats(c.finish_reason, len(c.token_ids), c.num_parks, c.pause_s, c.ttft_s)
+        return self._engine.request_stats(self.seq_id)
 
     def cancel(self) -> None:
         """End the request now, in whatever state it is; nothing happens when it has ended."""

@@ -53,11 +53,11 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     folder = cache_folder(config.run.cache_dir)
     path = resolve_model_path(config.model.path, folder)
     info = inspect_checkpoint(path)
+    check_mesh(info.config, config.mesh.tensor)
     mesh = make_mesh(config.mesh.tensor)
     backend = mesh.devices.flat[0].platform
     dtype = choose_dtype(config.model.dtype, backend, info)
     shapes = choose_shapes(config, info.config)
-    check_mesh(info.config, mesh.size)
     sizes = plan_layout(config, info.config, dtype, backend)
     check_staging(config, sizes)
     if config.pool.tokens is not None:
@@ -94,7 +94,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         scheduler_config=scheduler_config(config, layout, shapes, transfer, budget, hold=not staged),
         fingerprint_facts=facts,
         fingerprint=fingerprint(facts),
-        messages=[m for m in (clamped, blocking_message(config, host)) if m],
+        messages=[m for m in (banner(info, mesh, layout, dtype, transfer), clamped, blocking_message(config, host)) if m],
     )
 
 
@@ -220,6 +220,15 @@ def blocking_message(config: Config, host: HostMemory) -> str | None:
     if host.why_blocking is None or config.transfer.blocking:
         return None
     return f"copies will block (as transfer.blocking: true): {host.why_blocking}; images are kept as {host.kind}"
+
+
+def banner(info: CheckpointInfo, mesh: Mesh, layout: PoolLayout, dtype: str, transfer: Transfer) -> str:
+    """One line about what runs where, with the memory kind that the image parked in warming up really got."""
+    device, kinds = mesh.devices.flat[0], ", ".join(sorted(transfer.stats.memory_kinds))
+    return (
+        f"{info.config.model_type} in {dtype} on {mesh.size} x {device.device_kind}; pool of {layout.num_tokens} tokens "
+        f"({layout.num_pages} pages of {layout.page_size}, {layout.num_bytes / MIB:.0f} MiB); parked images go to {kinds} memory"
+    )
 
 
 def scheduler_config(

@@ -60,7 +60,7 @@ def test_a_prompt_that_fills_the_pool_gets_one_token_and_one_more_is_refused_wit
     assert len(handle.result().token_ids) == 1
     assert handle.result().finish_reason == "length"
     assert len(bystander.result().token_ids) == 8
-    with pytest.raises(RequestError, match=r"65.*64"):
+    with pytest.raises(RequestError, match=r"65.*64|64.*65"):
         shared.submit(tiny.prompt(65), greedy(1))
     tiny.settle(shared)
 
@@ -209,6 +209,23 @@ def test_a_compilation_in_a_step_raises_and_is_counted() -> None:
     made.close()
 
 
+def test_a_handle_tells_where_its_request_is(shared: Engine) -> None:
+    handle = shared.submit(tiny.prompt(20), GREEDY)
+    assert (handle.stats.state, handle.stats.num_tokens, handle.stats.ttft_s) == ("waiting", 0, None)
+    shared.step()
+    assert handle.stats.state == "prefilling"
+    tiny.step_to(shared, handle, 3)
+    assert (handle.stats.state, handle.stats.num_tokens) == ("decoding", 3)
+    handle.result()
+    assert (handle.stats.state, handle.stats.num_tokens) == ("length", 12)
+
+
+def test_the_first_message_says_what_runs_where(shared: Engine) -> None:
+    assert shared.messages[0] == (
+        "llama in float32 on 1 x cpu; pool of 64 tokens (16 pages of 4, 0 MiB); parked images go to pinned_host memory"
+    )
+
+
 def test_a_closed_engine_says_so() -> None:
     made = Engine(tiny.config())
     made.close()
@@ -221,7 +238,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded() -> None:
     wrong = [
         ({"model__max_len": 4096}, "model.max_len: got 4096, the model goes to 512"),
         ({"transfer__chunk_pages": 100_000}, "transfer.staging_mib: got 64, one chunk of 100000 pages takes"),
-        ({"mesh__tensor": 64}, "mesh.tensor: got 64, but there are 1 cpu devices"),
+        ({"mesh__tensor": 2}, "mesh.tensor: got 2, but there are 1 cpu devices"),
         ({"pool__tokens": 10**12}, "pool.tokens: got 1000000000000, which takes"),
     ]
     for settings, message in wrong:

@@ -1,0 +1,62 @@
+"""The main job on real weights: SmolLM2-135M-Instruct, float32, eight chats through a pool that holds less than half of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxkv.config import Config
+from jaxkv.engine import Engine
+from jaxkv.request import SamplingParams
+from tests.cpu import tiny
+
+pytestmark = pytest.mark.weights
+
+REFERENCE = Path(__file__).parent.parent / "fixtures" / "smollm2_ref.json"
+QUESTIONS = (
+    "What is the capital of France?",
+    "Tell me about the ocean.",
+    "Name three colours.",
+    "Why is the sky blue?",
+    "Write a haiku about rain.",
+    "What is gravity?",
+    "Give me a recipe for pancakes.",
+    "Who wrote Romeo and Juliet?",
+)
+
+
+def config(path: Path, **sections: dict[str, Any]) -> Config:
+    base: dict[str, dict[str, Any]] = {"model": {"path": str(path), "dtype": "float32", "max_len": 512}}
+    return Config.model_validate({name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}})
+
+
+def test_six_prompts_give_their_64_reference_ids_through_a_pool_for_three_or_four(smollm2: Path) -> None:
+    prompts = json.loads(REFERENCE.read_text())["prompts"]
+    wish = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    with Engine(config(smollm2, pool={"tokens": 384})) as engine:
+        answers = engine.generate([prompt["input_ids"] for prompt in prompts], wish)
+        assert engine.scheduler.counters.num_parks > 0
+    assert [answer.token_ids for answer in answers] == [prompt["greedy_ids"] for prompt in prompts]
+
+
+def test_eight_chats_through_less_than_half_the_pool_they_need_equal_the_same_eight_with_room_for_all(smollm2: Path) -> None:
+    answers = []
+    for sections in (
+        {"pool": {"tokens": 1024}},
+        {"pool": {"tokens": 288}},
+        {"pool": {"tokens": 288}, "debug": {"park_every": 8}},
+    ):
+        with Engine(config(smollm2, **sections)) as engine:
+            texts = [engine.tokenizer.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+            prompts = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            wishes = [SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, logprobs=2, ignore_eos=True) for i in range(8)]
+            need = sum(len(prompt) + 40 - 1 for prompt in prompts)
+            assert (engine.capacity >= need) if sections["pool"]["tokens"] == 1024 else (engine.capacity < need / 2)
+            answers.append([tiny.content(answer) for answer in engine.generate(prompts, wishes)])
+            parks = engine.scheduler.counters.num_parks
+            assert (parks == 0) if sections["pool"]["tokens"] == 1024 else (parks > 0)
+            tiny.settle(engine)
+            assert engine.summary()["pool_pages_free_end"] == engine.summary()["pool_pages"]
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
