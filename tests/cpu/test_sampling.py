@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,8 +38,9 @@ def run(logits: np.ndarray, knobs: Knobs) -> Sampled:
     padded = np.full((ROWS, V), -np.inf, np.float32)
     padded[:count, :vocab], padded[count:] = logits, 0.0
     spare = rows(ROWS - count)
-    wide = Knobs(*(np.concatenate([a, b]) for a, b in zip(knobs, spare, strict=True)))
-    return Sampled(*(np.asarray(x)[:count] for x in run_sample(padded, wide)))
+    wide: list[Any] = [np.concatenate([a, b]) for a, b in zip(knobs, spare, strict=True)]
+    sampled: list[Any] = [np.asarray(x)[:count] for x in run_sample(padded, Knobs(*wide))]
+    return Sampled(*sampled)
 
 
 def random_logits(count: int, seed: int = 0, vocab: int = V) -> np.ndarray:
@@ -48,9 +50,9 @@ def random_logits(count: int, seed: int = 0, vocab: int = V) -> np.ndarray:
 # The reference: one row, one stage after the other, sorting as one would on paper
 
 
-def noise(seed: tuple[int, int], choice: int, num_generated: int, vocab: int) -> np.ndarray:
+def noise(seed: Any, choice: int, num_generated: int, vocab: int) -> np.ndarray:
     """The documented key: seed, then choice, then tokens so far."""
-    key = jax.random.wrap_key_data(np.array(seed, np.uint32), impl="threefry2x32")
+    key = jax.random.wrap_key_data(jnp.array(seed, jnp.uint32), impl="threefry2x32")
     key = jax.random.fold_in(jax.random.fold_in(key, choice), num_generated)
     return np.asarray(jax.random.gumbel(key, (vocab,), np.float32))
 
@@ -199,10 +201,9 @@ def test_top_p_of_one_keeps_all_and_of_nearly_nothing_the_likeliest() -> None:
 def test_min_p_keeps_tokens_at_least_that_share_as_likely_as_the_likeliest() -> None:
     probabilities = np.array([0.5, 0.26, 0.2, 0.04], np.float32)
     logits = np.tile(np.log(probabilities), (400, 1))
-    knobs = rows(400, temperature=1, min_p=0.5, num_generated=np.arange(400))
-    assert set(run(logits, knobs).token.tolist()) == {0, 1}
-    assert set(run(logits, knobs._replace(min_p=np.full(400, 1, np.float32))).token.tolist()) == {0}
-    assert set(run(logits, knobs._replace(min_p=np.zeros(400, np.float32))).token.tolist()) == {0, 1, 2, 3}
+    for min_p, expected in ((0.5, {0, 1}), (1, {0}), (0, {0, 1, 2, 3})):
+        knobs = rows(400, temperature=1, min_p=min_p, num_generated=np.arange(400))
+        assert set(run(logits, knobs).token.tolist()) == expected
 
 
 def test_a_tiny_temperature_is_greedy_and_never_a_token_out_of_nowhere() -> None:
@@ -396,7 +397,6 @@ def test_the_chosen_tokens_logprob_has_the_bits_that_the_top_list_shows() -> Non
 
 
 def test_a_vocabulary_smaller_than_the_top_list_is_listed_whole() -> None:
-    knobs = rows(2, wants_top=True)
-    found = run_sample(random_logits(2, 32, vocab=5), knobs._replace(bias_ids=np.full_like(knobs.bias_ids, 5)))
+    found = run_sample(random_logits(2, 32, vocab=5), rows(2, wants_top=True, bias_ids=5))
     assert found.top_ids.shape == (2, 5)
     assert sorted(found.top_ids[0].tolist()) == [0, 1, 2, 3, 4]

@@ -1,0 +1,54 @@
+"""The pool's sizes and the bits of a cell."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.pool import TRASH_PAGE, PoolLayout, allocate, decode, encode, storage_dtype
+from tests.cpu.checkpoints import one_device
+
+
+def layout(dtype: str = "float32", storage: str | None = None) -> PoolLayout:
+    return PoolLayout(num_layers=3, num_pages=10, page_size=16, num_kv_heads=2, head_dim=8, dtype=dtype, storage=storage or dtype)
+
+
+def test_usable_tokens_leave_out_the_trash_page_and_bytes_do_not() -> None:
+    pool = layout()
+    assert TRASH_PAGE == 0
+    assert pool.num_tokens == 160
+    assert pool.page_bytes == 3 * 2 * 2 * 16 * 8 * 4  # layers, K and V, heads, tokens, dims, bytes: 6144
+    assert pool.num_bytes == 11 * 6144
+    assert layout("bfloat16", "uint16").page_bytes == 3072
+
+
+def test_a_pool_takes_the_bytes_it_says_and_is_all_zeros() -> None:
+    pool = allocate(layout(), one_device())
+    arrays = jax.tree.leaves(pool)
+    assert [x.shape for x in arrays] == [(11, 2, 16, 8)] * 6
+    assert sum(x.nbytes for x in arrays) == layout().num_bytes
+    assert not any(np.asarray(x).any() for x in arrays)
+
+
+def test_bfloat16_is_kept_as_its_bits_on_a_cpu_only() -> None:
+    assert storage_dtype("cpu", "bfloat16") == "uint16"
+    assert storage_dtype("cpu", "float32") == "float32"
+    assert storage_dtype("cpu", "float16") == "float16"
+    assert storage_dtype("cuda", "bfloat16") == "bfloat16"
+    assert storage_dtype("tpu", "bfloat16") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "storage"), [("float32", "float32"), ("bfloat16", "uint16"), ("bfloat16", "bfloat16"), ("float16", "float16")]
+)
+def test_a_cell_gives_back_the_value_rounded_once(dtype: str, storage: str) -> None:
+    values = np.random.default_rng(0).standard_normal((5, 2, 8)).astype(np.float32)
+    cells = encode(jnp.asarray(values), layout(dtype, storage))
+    assert str(cells.dtype) == storage
+    found = decode(cells, layout(dtype, storage))
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(found), values.astype(jnp.dtype(dtype)).astype(np.float32))
+
+
+def test_one_in_bfloat16_is_the_word_3f80() -> None:
+    assert int(encode(jnp.ones((1, 1, 1)), layout("bfloat16", "uint16"))[0, 0, 0]) == 0x3F80
