@@ -24,7 +24,7 @@ def pages_per_block(page_size: int) -> int:
 
 
 def table_width(max_len: int, page_size: int) -> int:
-    """Entries of a block table: enough for `max_len` tokens, in whole blocks, so that no block is cut short. It never depends on the pool."""
+    """Entries of a block table: enough for `max_len` tokens, in whole blocks so that none is cut short, whatever the pool."""
     per_block = pages_per_block(page_size)
     pages = -(-max_len // page_size)
     return -(-pages // per_block) * per_block
@@ -33,7 +33,7 @@ def table_width(max_len: int, page_size: int) -> int:
 def paged_attend(layout: PoolLayout, table: Int[Array, "n w"], positions: Int[Array, "n c"], valid: Int[Array, "n c"]) -> Attend:
     """The `attend` argument of a model, for n sequences with c query tokens each (decode: c = 1; a prompt chunk: n = 1).
 
-    Tokens reach the model flat, t = n * c. Where `valid` is false (an idle row, padding) keys go to the trash page and the output is unused.
+    Tokens reach the model flat, t = n * c. Where `valid` is false (an idle row, padding) keys go to the trash page, outputs are unused.
     """
     n, c = positions.shape
     page = jnp.take_along_axis(table, positions // layout.page_size, axis=1)
@@ -53,8 +53,8 @@ def paged_attend(layout: PoolLayout, table: Int[Array, "n w"], positions: Int[Ar
 def write_cells(pages: LayerPages, k: Array, v: Array, page: Array, cell: Array, layout: PoolLayout) -> LayerPages:
     """Put the new keys and values, [t, k, d] each, into their cells, in storage precision."""
     keys, values = pages
-    put = {"mode": "promise_in_bounds"}
-    return keys.at[page, :, cell].set(encode(k, layout), **put), values.at[page, :, cell].set(encode(v, layout), **put)
+    keys = keys.at[page, :, cell].set(encode(k, layout), mode="promise_in_bounds")
+    return keys, values.at[page, :, cell].set(encode(v, layout), mode="promise_in_bounds")
 
 
 def attend_blocks(
@@ -62,8 +62,8 @@ def attend_blocks(
 ) -> Float[Array, "n c h d"]:
     """Causal attention with the online softmax (Milakov and Gimelshein, 2018), one block of keys a turn, for as long as the longest needs.
 
-    A block beyond a sequence's own end changes nothing, bit for bit: every weight is 0, the running maximum stays, and x * 1 + 0 is x. So the
-    number of turns may depend on the neighbours while no result does.
+    A block beyond a sequence's own end changes nothing, bit for bit: every weight is 0, the running maximum stays, and x * 1 + 0 is x.
+    So the number of turns may depend on the neighbours while no result does.
     """
     n, c, h, d = q.shape
     num_kv = layout.num_kv_heads

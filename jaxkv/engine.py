@@ -12,14 +12,16 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxkv.checks import check_request
 from jaxkv.config import Config
 from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.guard import CompileGuard, RecompileError
 from jaxkv.live import Handle, Live, OnToken, RequestStats
 from jaxkv.output import Output
-from jaxkv.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, Completion, SamplingParams, TokenLogprobs
+from jaxkv.request import Completion, SamplingParams
 from jaxkv.rows import Rows
-from jaxkv.sampling import MAX_BANNED, Sampled
+from jaxkv.samples import Samples
+from jaxkv.sampling import Sampled
 from jaxkv.scheduler import DoesNotFit, Outcome, Plan, Scheduler, State
 from jaxkv.startup import OnStage, start
 from jaxkv.stats import EngineStats
@@ -32,8 +34,8 @@ _IDLE_S = 2e-4  # how long a step sleeps when it only waits for copies
 class Engine:
     """Serves requests for one model through one pool.
 
-    Use it as a context manager: `with Engine(config) as engine: engine.generate(["Once upon a time"])`. Starting loads the weights, compiles every program
-    and runs each once; raises ConfigError or ModelError with one clear message when that cannot work.
+    Use it as a context manager: `with Engine(config) as engine: engine.generate(["Once upon a time"])`. Starting loads the weights,
+    compiles every program and runs each once; raises ConfigError or ModelError with one clear message when that cannot work.
     """
 
     def __init__(self, config: Config, on_stage: OnStage | None = None) -> None:
@@ -122,7 +124,7 @@ class Engine:
         `on_token(handle, token_id)` is called in the engine's thread for every token.
         """
         self._check_open()
-        banned = self._check(prompt, params)
+        banned = check_request(prompt, params, self.model_config.vocab_size, self.parts.checkpoint.eos_ids)
         seq_id, now = self._num_submitted, time.perf_counter()
         try:
             limit = self.scheduler.add(seq_id, len(prompt), params.max_tokens, now)
@@ -222,7 +224,7 @@ class Engine:
                     move(chunk, self._num_polls)
                 except RecompileError:
                     raise
-                except Exception as error:  # noqa: BLE001 - out of memory and the like: this sequence's trouble alone
+                except Exception as error:
                     self._fail(chunk.seq_id, f"its pages could not be moved: {error}")
 
     def _dispatch(self, plan: Plan) -> tuple[Sampled | None, Sampled | None]:
@@ -243,14 +245,14 @@ class Engine:
         """Wait for the tokens, hand them to their sequences, tell the scheduler."""
         finished: dict[int, str] = {}
         failed: dict[int, str] = {}
-        host = None if decoded is None else Host(decoded)
+        samples = None if decoded is None else Samples(decoded)
         for chunk, reason in self.parts.transfer.verify():
             self._fail(chunk.seq_id, reason)
         if plan.prefill is not None and plan.prefill.is_last and prefilled is not None:
-            self._accept(plan.prefill.seq_id, 0, Host(prefilled), finished, failed)
-        if host is not None:
+            self._accept(plan.prefill.seq_id, 0, Samples(prefilled), finished, failed)
+        if samples is not None:
             for entry in plan.decode:
-                self._accept(entry.seq_id, entry.row, host, finished, failed)
+                self._accept(entry.seq_id, entry.row, samples, finished, failed)
         if plan.prefill is None and not plan.decode:
             return
         present = tuple(entry.seq_id for entry in plan.decode if entry.seq_id in self._live)
@@ -262,18 +264,18 @@ class Engine:
             if seq_id in self._live:
                 self._end(seq_id, reason)
 
-    def _accept(self, seq_id: int, row: int, host: "Host", finished: dict[int, str], failed: dict[int, str]) -> None:
+    def _accept(self, seq_id: int, row: int, samples: Samples, finished: dict[int, str], failed: dict[int, str]) -> None:
         """One token for one sequence. What goes wrong here is that sequence's alone."""
         sequence, now = self._live.get(seq_id), time.perf_counter()
         if sequence is None:
             return
         try:
-            token_id = int(host.token[row])
-            reason = sequence.output.accept(token_id, host.logprobs(row, sequence.params.logprobs))
+            token_id = int(samples.token[row])
+            reason = sequence.output.accept(token_id, samples.logprobs(row, sequence.params.logprobs))
             self._count_token(sequence, now)
             if sequence.on_token is not None:
                 sequence.on_token(sequence.handle, token_id)
-        except Exception as error:  # noqa: BLE001 - a detokeniser's or a caller's mistake must not end the others
+        except Exception as error:
             failed[seq_id] = f"the token could not be taken: {type(error).__name__}: {error}"
             return
         if reason is not None:
@@ -324,42 +326,4 @@ class Engine:
             return prompt
         if self.tokenizer is None:
             raise RequestError("prompt: this model has no tokenizer; give token ids", "prompt")
-        return self.tokenizer.encode(prompt, add_special_tokens=True)  # type: ignore[no-any-return]
-
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
-        """Refuse what the programs cannot take; returns the ids that min_tokens keeps away."""
-        vocab = self.model_config.vocab_size
-        if len(prompt) == 0:
-            raise RequestError("prompt: got 0 tokens, allowed: at least 1", "prompt")
-        if bad := [token for token in prompt if not 0 <= token < vocab]:
-            raise RequestError(f"prompt: got token id {bad[0]}, allowed: 0 to {vocab - 1}", "prompt")
-        if params.max_tokens is not None and params.max_tokens < 1:
-            raise RequestError(f"max_tokens: got {params.max_tokens}, allowed: at least 1", "max_tokens")
-        if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
-            raise RequestError(f"logprobs: got {params.logprobs}, allowed: 0 to {MAX_TOP_LOGPROBS}", "logprobs")
-        if len(params.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(f"logit_bias: got {len(params.logit_bias)} entries, allowed: at most {MAX_LOGIT_BIAS}", "logit_bias")
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.parts.checkpoint.eos_ids))
-        if len(ends) > MAX_BANNED:
-            raise RequestError(f"stop_token_ids: got {len(ends)} with the model's own, allowed: at most {MAX_BANNED}", "stop_token_ids")
-        return tuple(sorted(ends))
-
-
-class Host:
-    """A step's samples, brought to the host once."""
-
-    def __init__(self, sampled: Sampled) -> None:
-        self._sampled = sampled
-        self.token = np.asarray(sampled.token)
-        self._rest: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-
-    def logprobs(self, row: int, wanted: int | None) -> TokenLogprobs | None:
-        """The chosen token's logprob and the `wanted` best; None when nobody asked."""
-        if wanted is None:
-            return None
-        if self._rest is None:
-            s = self._sampled
-            self._rest = (np.asarray(s.logprob), np.asarray(s.top_ids), np.asarray(s.top_logprobs))
-        chosen, ids, values = self._rest
-        top = tuple((int(i), float(x)) for i, x in zip(ids[row, :wanted], values[row, :wanted], strict=True))
-        return TokenLogprobs(int(self.token[row]), float(chosen[row]), top)
+        return self.tokenizer.encode(prompt, add_special_tokens=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.sharding import Mesh
 
 from jaxkv.attention import BLOCK_TOKENS
@@ -28,7 +28,7 @@ def fingerprint_facts(weights_sha256: str, dtype: str, layout: PoolLayout, shape
         "backend": device.platform,
         "device_kind": device.device_kind,
         "cpu": cpu_identity() if device.platform == "cpu" else None,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "jax": jax.__version__,
         "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
         "rows": shapes.rows,

@@ -40,7 +40,7 @@ class RecompileError(JaxkvError):
         )
 
 
-def _on_event(event: str, _seconds: float, **_: object) -> None:
+def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
     if event == _EVENT and _watching:
         _watching[-1].saw_compile()
 

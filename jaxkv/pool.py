@@ -55,7 +55,7 @@ class PoolLayout:
 
 
 def storage_dtype(backend: str, dtype: str) -> str:
-    """How a cell's bits are kept. XLA:CPU rewrites a bfloat16 scatter to float32 over the whole pool and back, so there the bits are uint16."""
+    """How a cell's bits are kept. XLA:CPU turns a bfloat16 scatter into float32 over the whole pool and back, so there it is uint16."""
     return "uint16" if (backend, dtype) == ("cpu", "bfloat16") else dtype
 
 

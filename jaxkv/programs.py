@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from jaxkv.attention import paged_attend, table_width
 from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
-from jaxkv.sampling import Knobs, Sampled, neutral_knobs, sample
+from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample
 
 HEAD_TILE = 2  # rows of a chunk that the output head sees: never one row, XLA:CPU is many times slower there
 
@@ -40,21 +40,21 @@ class Shapes:
 class DecodeBatch(NamedTuple):
     """One token for every row. An inactive row writes to the trash page and its result is unused."""
 
-    tokens: Int[Array, " b"]
-    positions: Int[Array, " b"]
-    active: Bool[Array, " b"]
-    table: Int[Array, "b w"]
+    tokens: Int[HostOrDevice, " b"]
+    positions: Int[HostOrDevice, " b"]
+    active: Bool[HostOrDevice, " b"]
+    table: Int[HostOrDevice, "b w"]
     knobs: Knobs
 
 
 class PrefillBatch(NamedTuple):
     """One chunk of one prompt, padded to the chunk width."""
 
-    tokens: Int[Array, " t"]
-    start: Int[Array, ""]
-    length: Int[Array, ""]
-    is_last: Bool[Array, ""]
-    table: Int[Array, "1 w"]
+    tokens: Int[HostOrDevice, " t"]
+    start: Int[HostOrDevice, ""]
+    length: Int[HostOrDevice, ""]
+    is_last: Bool[HostOrDevice, ""]
+    table: Int[HostOrDevice, "1 w"]
     knobs: Knobs
 
 
@@ -103,7 +103,7 @@ def decode_step(graph: nnx.GraphDef, layout: PoolLayout, mesh: Mesh) -> Callable
 
     def decode(weights: nnx.State, pool: PoolArrays, batch: DecodeBatch) -> tuple[PoolArrays, Sampled]:
         model = nnx.merge(graph, weights)
-        attend = paged_attend(layout, batch.table, batch.positions[:, None], batch.active[:, None])
+        attend = paged_attend(layout, jnp.asarray(batch.table), jnp.asarray(batch.positions)[:, None], jnp.asarray(batch.active)[:, None])
         with jax.named_scope("layers"):
             hidden, pool = model(batch.tokens, batch.positions, pool, attend)
         with jax.named_scope("head"):
@@ -122,7 +122,7 @@ def prefill_step(graph: nnx.GraphDef, layout: PoolLayout, vocab_size: int, mesh:
         at = jnp.arange(batch.tokens.shape[0])
         valid = at < batch.length
         positions = jnp.where(valid, batch.start + at, 0)
-        attend = paged_attend(layout, batch.table, positions[None], valid[None])
+        attend = paged_attend(layout, jnp.asarray(batch.table), positions[None], valid[None])
         with jax.named_scope("layers"):
             hidden, pool = model(batch.tokens, positions, pool, attend)
         first = jnp.maximum(batch.length - HEAD_TILE, 0)

@@ -5,6 +5,7 @@ neither row nor neighbours nor parks. The vocabulary is never sorted; thresholds
 row asks for it, and leaves the other rows' bits alone. Order: penalties, bias, temperature, min_p, top_k, top_p, draw.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,26 +19,28 @@ from jaxkv.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 MAX_BANNED = 32  # end-of-text and stop ids that min_tokens keeps away
 NUM_BIAS = MAX_LOGIT_BIAS + MAX_BANNED
 
+HostOrDevice = Array | np.ndarray  # batches are built in NumPy and read inside programs
+
 
 class Knobs(NamedTuple):
     """What every row asks of the sampler, one entry per row; rows that ask nothing are neutral."""
 
-    temperature: Float[Array, " b"]  # 0: greedy
-    top_p: Float[Array, " b"]
-    min_p: Float[Array, " b"]
-    presence: Float[Array, " b"]
-    frequency: Float[Array, " b"]
-    repetition: Float[Array, " b"]
-    top_k: Int[Array, " b"]  # 0: off
-    seed: Int[Array, "b 2"]  # uint32: high and low half
-    choice: Int[Array, " b"]
-    num_generated: Int[Array, " b"]
-    wants_top: Bool[Array, " b"]  # the most likely tokens are reported
-    prompt_len: Int[Array, " b"]  # history[:prompt_len] is the prompt
-    history_len: Int[Array, " b"]
-    history: Int[Array, "b s"]  # token ids so far; read only where a penalty is set
-    bias_ids: Int[Array, "b n"]  # out of the vocabulary: no bias
-    bias: Float[Array, "b n"]
+    temperature: Float[HostOrDevice, " b"]  # 0: greedy
+    top_p: Float[HostOrDevice, " b"]
+    min_p: Float[HostOrDevice, " b"]
+    presence: Float[HostOrDevice, " b"]
+    frequency: Float[HostOrDevice, " b"]
+    repetition: Float[HostOrDevice, " b"]
+    top_k: Int[HostOrDevice, " b"]  # 0: off
+    seed: Int[HostOrDevice, "b 2"]  # uint32: high and low half
+    choice: Int[HostOrDevice, " b"]
+    num_generated: Int[HostOrDevice, " b"]
+    wants_top: Bool[HostOrDevice, " b"]  # the most likely tokens are reported
+    prompt_len: Int[HostOrDevice, " b"]  # history[:prompt_len] is the prompt
+    history_len: Int[HostOrDevice, " b"]
+    history: Int[HostOrDevice, "b s"]  # token ids so far; read only where a penalty is set
+    bias_ids: Int[HostOrDevice, "b n"]  # out of the vocabulary: no bias
+    bias: Float[HostOrDevice, "b n"]
 
 
 class Sampled(NamedTuple):
@@ -129,8 +132,8 @@ def draw(logits: Float[Array, "b v"], knobs: Knobs) -> Int[Array, " b"]:
     scaled = below / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
     allowed = scaled >= jnp.log(knobs.min_p)[:, None]  # p >= min_p * p_max; log(0) allows all
     scaled = jnp.where(allowed, scaled, -jnp.inf)
-    scaled = lax.cond((knobs.top_k > 0).any(), lambda x: keep_top_k(x, knobs.top_k), lambda x: x, scaled)
-    scaled = lax.cond((knobs.top_p < 1).any(), lambda x: keep_top_p(x, knobs.top_p), lambda x: x, scaled)
+    scaled = lax.cond((knobs.top_k > 0).any(), lambda x: keep_top_k(x, jnp.asarray(knobs.top_k)), lambda x: x, scaled)
+    scaled = lax.cond((knobs.top_p < 1).any(), lambda x: keep_top_p(x, jnp.asarray(knobs.top_p)), lambda x: x, scaled)
     noise = jax.vmap(lambda seed, choice, n: _noise(seed, choice, n, logits.shape[1]))(knobs.seed, knobs.choice, knobs.num_generated)
     return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
 
@@ -155,7 +158,7 @@ def keep_top_p(x: Float[Array, "b v"], p: Float[Array, " b"]) -> Float[Array, "b
     return jnp.where((p < 1)[:, None], kept, x)
 
 
-def _keep_above(x: Array, enough) -> Array:  # type: ignore[no-untyped-def]
+def _keep_above(x: Array, enough: Callable[[Array], Array]) -> Array:
     """Drop what lies below the highest threshold whose survivors are still enough. Bisection over the bits of float32, which order like
     integers once negative numbers are flipped: 32 turns find the threshold exactly."""
     bits = lax.bitcast_convert_type(x, jnp.int32)

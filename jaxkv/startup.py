@@ -5,7 +5,7 @@ What can be refused is refused before weights are read.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -197,9 +197,10 @@ def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh) ->
     share = int((free * config.pool.memory_fraction - staging) / per_device) - 1
     if share * layout.page_size < shapes.chunk:
         raise ConfigError(
-            f"pool.memory_fraction: got {config.pool.memory_fraction}, which leaves no room for one prompt chunk in {free // MIB} MiB; raise it"
+            f"pool.memory_fraction: got {config.pool.memory_fraction}, which leaves no room for one prompt chunk "
+            f"in {free // MIB} MiB; raise it"
         )
-    return PoolLayout(**{**{name: getattr(layout, name) for name in layout.__slots__}, "num_pages": min(most, share)})
+    return replace(layout, num_pages=min(most, share))
 
 
 def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory) -> TransferSettings:
@@ -259,7 +260,7 @@ def scheduler_config(
 
 def use_compilation_cache(folder: Path) -> None:
     """Keep compiled programs on disk, unless the user has chosen a place already."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

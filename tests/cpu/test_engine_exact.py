@@ -175,7 +175,7 @@ def test_a_sequence_away_on_the_host_is_seen_in_every_state() -> None:
         handle = made.submit(tiny.prompt(8), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
         tiny.step_to(made, handle, 4)
         assert made.scheduler.park(handle.seq_id) == ""
-        states = []
+        states: list[State] = []
         while not handle.done:
             made.step()
             if not handle.done and (not states or states[-1] != made.scheduler.state(handle.seq_id)):
