@@ -231,11 +231,6 @@ class FakeLoop:
                 self.runner.drop(seq_id)
 
 
-def no_delay(chunk: Chunk) -> int:
-    """A copy that is done by the next step."""
-    return 0
-
-
 def all_finished(ends: Mapping[int, State]) -> bool:
     """Whether every end was a finish."""
     return all(state is State.FINISHED for state in ends.values())

