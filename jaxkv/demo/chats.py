@@ -13,19 +13,18 @@ from jaxkv.scheduler.need import need, pages_for
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What somebody asks; the answer ends after `max_tokens` at the latest."""
+    """What somebody asks; the answer ends after `max_tokens` at the latest. Another seed gives another answer, the same one every time."""
 
     title: str
     text: str
     max_tokens: int
+    seed: int
 
 
 QUESTIONS = (
-    Question("Haiku", "Write three haiku about a lighthouse in winter. Give each of them a title.", 160),
-    Question(
-        "Pancakes", "I have two eggs, flour, milk, butter and one ripe banana. How do I make pancakes for two people? Go step by step.", 210
-    ),
-    Question("Blue sky", "Why is the sky blue at noon and red in the evening? Explain it to a curious ten-year-old.", 200),
+    Question("Poem", "Write a poem of three verses about a lighthouse in winter.", 160, 1),
+    Question("Pancakes", "How do I make banana pancakes for two people? List what I need, then the steps.", 210, 2),
+    Question("Blue sky", "Why is the sky blue at noon and red in the evening? Explain it to a curious ten-year-old.", 200, 3),
     Question(
         "Summary",
         "Summarize this in a few sentences: The library of Alexandria was one of the largest libraries of the ancient world. It was part "
@@ -34,13 +33,17 @@ QUESTIONS = (
         "the harbour had to hand over their books to be copied. The library did not vanish in one great fire, as is often told, but "
         "declined over centuries.",
         150,
+        4,
     ),
     Question(
-        "Trumpet", "Write a short and polite letter to my neighbour, Mr. Bell, who practises the trumpet every night after eleven.", 200
+        "Trumpet",
+        "Write a short, polite letter to my neighbour Mr. Bell. He plays the trumpet every night after eleven, and I cannot sleep.",
+        200,
+        5,
     ),
-    Question("Python", "Write a Python function that says whether a word reads the same backwards. Then explain how it works.", 220),
-    Question("Lisbon", "Plan three days in Lisbon for someone who likes music, tiles and long walks, and does not like museums.", 220),
-    Question("Robot", "Tell a short story about an old robot in a garden who finds a seed that nobody knows.", 220),
+    Question("Python", "Write a Python function that checks whether a word is a palindrome, and explain how it works.", 220, 5),
+    Question("Lisbon", "Plan a weekend in Lisbon for someone who likes music, old tiles and long walks.", 220, 3),
+    Question("Robot", "Tell a short story about an old robot in a garden who finds a seed that nobody knows.", 220, 8),
 )
 
 
@@ -88,7 +91,7 @@ def make_chats(tokenizer: Any | None, vocab_size: int, max_len: int) -> list[Cha
         ids = ids[: max(1, max_len // 2)]
         text = question.text if tokenizer is not None else f"{len(ids)} random token ids"
         room = max_len - len(ids) + 1
-        params = SamplingParams(max_tokens=min(question.max_tokens, room), temperature=0.7, top_p=0.9, seed=number, logprobs=0)
+        params = SamplingParams(max_tokens=min(question.max_tokens, room), temperature=0.7, top_p=0.9, seed=question.seed, logprobs=0)
         chats.append(Chat(number, question.title, text, tuple(ids), params))
     return chats
 

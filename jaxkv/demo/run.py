@@ -20,6 +20,8 @@ from jaxkv.models import inspect_checkpoint, load_tokenizer
 from jaxkv.startup import choose_shapes
 
 EXIT_DONE, EXIT_BROKEN = 0, 1
+# What the start does after each of its stages, in words.
+AFTER = {"check": "reading the weights", "hash": "compiling the programs (kept for the next time)", "compile": "running each program once"}
 
 
 def run_demo(config: Config, console: Console | None = None) -> int:
@@ -92,8 +94,14 @@ def start(console: Console, config: Config, *, is_first: bool) -> Engine:
     begin, took = time.perf_counter(), []
     if is_first:
         heading(console, "Starting")
-    with console.status("starting an engine"):
-        engine = Engine(config, on_stage=lambda name, seconds: took.append(f"{name} {seconds:.1f}"))
+    with console.status("starting") as status:
+
+        def on_stage(name: str, seconds: float) -> None:
+            took.append(f"{name} {seconds:.1f}")
+            if name in AFTER:
+                status.update(AFTER[name])
+
+        engine = Engine(config, on_stage=on_stage)
     if is_first:
         say(console, f"{time.perf_counter() - begin:.1f} s: {', '.join(took)}", "dim")
         for message in engine.messages:

@@ -127,11 +127,11 @@ def printable(text: str) -> str:
 def draw_counters(frame: Frame) -> Text:
     """One line of totals."""
     parts = (
-        f"{frame.num_done} of {len(frame.rows)} done",
+        f"{frame.num_done}/{len(frame.rows)} done",
         f"{frame.num_tokens} tokens",
         f"{frame.tokens_per_s:.1f} tokens/s",
         f"{frame.num_parks} parks",
         f"{frame.num_restores} restores",
-        f"{frame.host_bytes / MIB:.1f} MiB parked",
+        f"{frame.host_bytes / MIB:.0f} MiB parked",
     )
     return Text(" · ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")

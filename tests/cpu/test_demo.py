@@ -107,7 +107,7 @@ def test_a_chat_that_failed_is_told_with_its_reason(story):
     assert conclude(console, prepare(config())[0], replace(results, crowded=crowded)) == EXIT_BROKEN
     text = " ".join(printed(console).split())
     assert f"{NUM - 1} of {NUM}" in text
-    assert "chat 1 (Haiku) failed in the crowded pool: the pool is full and nobody can go on" in text
+    assert "chat 1 (Poem) failed in the crowded pool: the pool is full and nobody can go on" in text
 
 
 def test_a_logprob_that_differs_in_its_last_bit_is_a_difference(story):
@@ -136,7 +136,7 @@ def test_the_live_view_is_drawn_on_a_terminal():
     with Engine(with_pool(config(), sizes.crowded_tokens)) as engine, watch(console, chats, sizes.needed) as on_step:
         play_together(engine, chats, on_step)
     text = printed(console)
-    assert f"{NUM} of {NUM} done" in re.sub(r"\x1b\[[^m]*m", "", text)
+    assert f"{NUM}/{NUM} done" in re.sub(r"\x1b\[[^m]*m", "", text)
     assert "pages of 4 tokens" in text
 
 
@@ -225,7 +225,7 @@ def test_every_page_shows_its_owner_and_every_image_is_seen():
     assert "│ parked  2 2 2 2 " in text
     assert "4 pages of 16 tokens; the chats need 12" in text and "3 in use, 1 free" in text
     assert re.search(r"2 Pancakes +parked +7/210 +\(4\) +2 Two eggs", text)
-    assert "0 of 3 done · 19 tokens · 9.5 tokens/s · 3 parks · 2 restores · 1.0 MiB parked" in text
+    assert "0/3 done · 19 tokens · 9.5 tokens/s · 3 parks · 2 restores · 1 MiB parked" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 110])
