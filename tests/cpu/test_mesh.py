@@ -1,0 +1,164 @@
+"""The pool and the weights split over several devices, in processes of their own with forced CPU devices: exact on that mesh."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.cpu.checkpoints import LLAMA, write_json
+
+THREE_HEADS = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 144,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+    "eos_token_id": 2,
+}
+
+COMMON = """
+import json
+import jax
+import numpy as np
+from jaxkv.request import SamplingParams
+from tests.cpu import tiny
+
+PATH, DEVICES = {path!r}, {devices}
+ENGINE = dict(model__path=PATH, mesh__tensor=DEVICES, pool__tokens=128)
+prompts = [tiny.prompt(n) for n in (5, 21, 16, 33)]
+params = [SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=2) for i in range(4)]
+"""
+
+SPLIT = """
+with tiny.engine(**ENGINE) as made:
+    layout, parts = made.parts.layout, made.parts
+    shapes = {x.addressable_shards[0].data.shape for layer in parts.pool.arrays for x in layer}
+    assert shapes == {(33, layout.num_kv_heads // DEVICES, 4, 16)}, shapes
+    assert all(len(x.addressable_shards) == DEVICES for layer in parts.pool.arrays for x in layer)
+    query = parts.checkpoint.model.layers[0].attn.q.kernel[...]
+    assert query.addressable_shards[0].data.shape[1] * DEVICES == query.shape[1]
+"""
+
+EXACT = """
+    alone = [tiny.content(c) for c in tiny.alone(made, prompts, params)]
+    assert made.scheduler.counters.num_parks == 0
+    assert [tiny.content(c) for c in tiny.run(made, prompts, params)] == alone
+    assert made.scheduler.counters.num_parks > 0
+with tiny.engine(**ENGINE, debug__park_every=3, debug__copy_delay_steps=1, transfer__mode="hold") as made:
+    assert [tiny.content(c) for c in tiny.run(made, prompts, params)] == alone
+    counters = made.scheduler.counters
+    assert counters.num_parks == counters.num_restores > 8
+    assert made.parts.transfer.stats.memory_kinds == {"pinned_host"}
+print("exact")
+"""
+
+
+def three_heads(folder: Path) -> Path:
+    """A random model with SmolLM2's head counts, 9 and 3, and everything else small."""
+    m, f, v = 144, 96, 320
+    rng = np.random.default_rng(0)
+
+    def weight(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) * 0.08).astype(np.float32)
+
+    tensors = {"model.embed_tokens.weight": weight(v, m) * 5, "model.norm.weight": np.ones(m, np.float32)}
+    for i in range(2):
+        at = f"model.layers.{i}"
+        tensors |= {f"{at}.{name}.weight": np.ones(m, np.float32) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors |= {f"{at}.self_attn.{name}_proj.weight": weight(n, m) for name, n in (("q", 144), ("k", 48), ("v", 48), ("o", 144))}
+        tensors |= {f"{at}.mlp.{name}_proj.weight": weight(f, m) for name in ("gate", "up")}
+        tensors[f"{at}.mlp.down_proj.weight"] = weight(m, f)
+    save_file(tensors, folder / "model.safetensors")
+    write_json(folder / "config.json", THREE_HEADS)
+    return folder
+
+
+def script(path: Path, devices: int, *parts: str) -> str:
+    return COMMON.format(path=str(path), devices=devices) + "".join(parts)
+
+
+def test_two_devices_split_the_pool_by_kv_heads_give_the_references_tokens_and_park_exactly(run_python: Callable[..., str]) -> None:
+    reference = f"""
+    expected = np.load({str(LLAMA / "reference.npz")!r})
+    for i in (0, 1):
+        wish = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+        found = tiny.run(made, [expected[f"input_ids_{{i}}"].tolist()], [wish])
+        assert found[0].token_ids == expected[f"greedy_{{i}}"].tolist(), i
+"""
+    assert run_python(script(LLAMA, 2, SPLIT, reference, EXACT), devices=2) == "exact\n"
+
+
+def test_three_kv_heads_go_over_three_devices_give_the_tokens_of_one_and_park_exactly(
+    run_python: Callable[..., str], tmp_path: Path
+) -> None:
+    """Greedy tokens only: the bits of logits may differ between meshes, which is why the mesh is part of the fingerprint."""
+    dense = """
+    from pathlib import Path
+    from jax.sharding import Mesh
+    from jaxkv.models import dense_logits, load_checkpoint
+    model = load_checkpoint(Path(PATH), dtype="float32", mesh=Mesh(np.array(jax.devices()[:1]), ("tensor",))).model
+    found = tiny.run(made, [prompts[1]], [params[0]])[0].token_ids
+    logits = dense_logits(model, jax.numpy.array([*prompts[1], *found], jax.numpy.int32))
+    assert logits.argmax(-1)[20:-1].tolist() == found  # position 20, the prompt's last, foretells the first of them
+"""
+    assert run_python(script(three_heads(tmp_path), 3, SPLIT, dense, EXACT), devices=3) == "exact\n"
+
+
+REFUSED = """
+import jaxkv.startup
+
+def load_checkpoint(*args, **kwargs):
+    raise AssertionError("weights were read")
+
+jaxkv.startup.load_checkpoint = load_checkpoint
+try:
+    with tiny.engine(**ENGINE):
+        pass
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_loaded(run_python: Callable[..., str], tmp_path: Path) -> None:
+    said = run_python(script(three_heads(tmp_path), 2, REFUSED), devices=2)
+    assert said == (
+        "ModelError mesh.tensor = 2 must divide this model's 9 query heads, 3 kv heads and feed-forward dim 96; allowed: 1, 3\n"
+    )
+
+
+def test_more_devices_than_there_are_are_refused_before_anything_is_loaded(run_python: Callable[..., str]) -> None:
+    said = run_python(script(LLAMA, 2, REFUSED), devices=1)
+    assert said.startswith("ConfigError mesh.tensor: got 2, but there are 1 cpu devices; lower it")
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_smollm2_on_three_devices_gives_the_references_first_tokens_and_parks_exactly(
+    run_python: Callable[..., str], smollm2: Path
+) -> None:
+    body = f"""
+reference = json.load(open({str(LLAMA.parent / "smollm2_ref.json")!r}))["prompts"][0]
+wish = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+seen = []
+for every in (0, 2):
+    ENGINE["pool__tokens"] = 256
+    fields = dict(model__max_len=256, pool__page_size=16, scheduler__prefill_chunk=64, scheduler__rows=2)
+    with tiny.engine(**ENGINE, **fields, debug__park_every=every) as made:
+        (done,) = tiny.run(made, [reference["input_ids"]], wish)
+        assert (done.num_parks > 1) == bool(every), done.num_parks
+        seen.append(tiny.content(done))
+assert seen[0] == seen[1]
+assert seen[0][0] == reference["greedy_ids"][:6]
+print("exact")
+"""
+    assert run_python(script(smollm2, 3, body), devices=3) == "exact\n"

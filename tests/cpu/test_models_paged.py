@@ -1,0 +1,79 @@
+"""The llama fixture through paged attention, prompt chunks and single steps, against the recorded logits of transformers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxkv.attention import paged_attend, table_width
+from jaxkv.pool import PoolArrays, PoolLayout, allocate
+from tests.cpu.checkpoints import LLAMA, TOLERANCE, load, one_device, reference
+
+LAYOUT = PoolLayout(num_layers=3, num_pages=40, page_size=16, num_kv_heads=2, head_dim=16, dtype="float32", storage="float32")
+ROWS = 2
+
+
+class Paged:
+    """The fixture with a pool; every call returns logits [n, c, v] and writes the pool."""
+
+    def __init__(self) -> None:
+        self.pool: PoolArrays = allocate(LAYOUT, one_device())
+        self.graph, self.weights = nnx.split(load(LLAMA).model)
+        pages = np.random.default_rng(0).permutation(LAYOUT.num_pages) + 1
+        self.table = np.zeros((ROWS, table_width(512, 16)), np.int32)
+        self.table[:, :16] = pages[: ROWS * 16].reshape(ROWS, 16)
+        self._run = jax.jit(self._step, donate_argnums=1)
+
+    def _step(self, weights: Any, pool: PoolArrays, tokens: Any, positions: Any, valid: Any, table: Any) -> tuple[Any, PoolArrays]:
+        model = nnx.merge(self.graph, weights)
+        attend = paged_attend(LAYOUT, table, positions, valid)
+        hidden, pool = model(tokens.reshape(-1), positions.reshape(-1), pool, attend)
+        return model.logits(hidden).reshape(*tokens.shape, -1), pool
+
+    def __call__(self, tokens: np.ndarray, positions: np.ndarray, valid: np.ndarray, table: np.ndarray) -> np.ndarray:
+        logits, self.pool = self._run(self.weights, self.pool, tokens, positions, valid, table)
+        return np.asarray(logits)
+
+    def prefill(self, row: int, prompt: np.ndarray, width: int) -> np.ndarray:
+        found = []
+        for start in range(0, len(prompt), width):
+            piece = prompt[start : start + width]
+            tokens, positions = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
+            tokens[0, : len(piece)], positions[0, : len(piece)] = piece, np.arange(start, start + len(piece))
+            found.append(self(tokens, positions, np.arange(width)[None] < len(piece), self.table[row : row + 1])[0, : len(piece)])
+        return np.concatenate(found)
+
+
+@pytest.fixture(scope="module")
+def paged() -> Paged:
+    return Paged()
+
+
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize("which", [0, 1])
+def test_prompt_logits_at_every_position_are_the_references(paged: Paged, which: int, width: int) -> None:
+    expected = reference()
+    found = paged.prefill(which, expected[f"input_ids_{which}"], width)
+    assert np.abs(found - expected[f"logits_{which}"]).max() < TOLERANCE
+
+
+def test_both_prompts_decoded_side_by_side_give_the_references_step_logits_and_greedy_ids(paged: Paged) -> None:
+    expected = reference()
+    last = []
+    for row in range(ROWS):
+        last.append(paged.prefill(row, expected[f"input_ids_{row}"], 8)[-1])
+    lengths = [len(expected[f"input_ids_{row}"]) for row in range(ROWS)]
+    for step in range(32):
+        for row in range(ROWS):
+            assert np.abs(last[row] - expected[f"step_logits_{row}"][step]).max() < TOLERANCE, (row, step)
+            assert int(last[row].argmax()) == expected[f"greedy_{row}"][step]
+        tokens = np.array([[logits.argmax()] for logits in last], np.int32)
+        positions = np.array([[length + step] for length in lengths], np.int32)
+        last = list(paged(tokens, positions, np.ones((ROWS, 1), bool), paged.table)[:, 0])
+
+
+def test_the_pool_stays_finite(paged: Paged) -> None:
+    assert all(bool(jnp.isfinite(x).all()) for layer in paged.pool for x in layer)
