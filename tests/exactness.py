@@ -15,7 +15,7 @@ from jaxkv.request import Completion, SamplingParams
 from jaxkv.scheduler import Scheduler
 from tests.cpu import tiny
 
-ROOMY = {"pool__tokens": 256}  # everybody fits: who parks here was told to
+ROOMY = {"pool__tokens": 512}  # everybody fits: who parks here was told to
 CHUNK = 8  # the tiny configuration's prefill chunk
 
 
