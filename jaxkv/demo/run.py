@@ -12,7 +12,7 @@ from jaxkv.cli.fetch import fetch_with_bar
 from jaxkv.config import Config
 from jaxkv.demo.chats import Chat, Sizes, choose_sizes, make_chats, with_pool
 from jaxkv.demo.play import Played, play_alone, play_together
-from jaxkv.demo.table import Results, answer_panel, differences, results_table
+from jaxkv.demo.table import Results, answer_panel, differences, print_results
 from jaxkv.demo.watch import MAX_WIDTH, bar, watch
 from jaxkv.engine import Engine
 from jaxkv.fetch import KNOWN_MODELS, cache_folder, known_path, resolve_model_path
@@ -126,16 +126,15 @@ def show_answers(console: Console, chats: Sequence[Chat], played: Played) -> Non
 def conclude(console: Console, chats: Sequence[Chat], results: Results) -> int:
     """The table, and the exit code."""
     heading(console, "What it took")
-    console.print(results_table(results, width(console)))
+    print_results(console, results, width(console))
     if results.is_good:
         return EXIT_DONE
     for line in differences(chats, results):
         say(console, line, "bold red")
-    say(
-        console,
-        "This must never happen: a full pool ended a chat or changed an answer. Please report it with this output.",
-        "bold white on red",
-    )
+    if results.num_differing:
+        say(console, "This must never happen: crowding changed an answer. Please report it with this output.", "bold white on red")
+    else:
+        say(console, "Not every chat completed, for the reasons above; those that did are identical.", "bold red")
     return EXIT_BROKEN
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jaxkv.demo.chats import Chat, Sizes
 from jaxkv.demo.frame import ids_as_text
-from jaxkv.demo.play import Played, num_identical
+from jaxkv.demo.play import Played, content, num_identical
 from jaxkv.demo.view import MIB, color, printable
 from jaxkv.request import Completion
 
@@ -41,6 +41,16 @@ class Results:
         return num_identical(self.alone, self.ample)
 
     @property
+    def num_differing(self) -> int:
+        """Answers that came to an end and are not the same, in either way of running them in the crowded pool."""
+        pairs = [
+            (got, wanted)
+            for played in (self.crowded, self.alone)
+            for got, wanted in zip(played.completions, self.ample.completions, strict=True)
+        ]
+        return sum(got.error is None and content(got) != content(wanted) for got, wanted in pairs)
+
+    @property
     def is_good(self) -> bool:
         """Whether the promises held: every chat completed, every byte the same."""
         num = len(self.crowded.completions)
@@ -61,14 +71,18 @@ def answer_panel(chat: Chat, completion: Completion, console: Console, width: in
     return Panel(shown, title=heading, title_align="left", subtitle=Text(end, "dim"), subtitle_align="right", box=box.ROUNDED, width=width)
 
 
-def results_table(results: Results, width: int) -> Table:
-    """What it took, line by line."""
+def print_results(console: Console, results: Results, width: int) -> None:
+    """What it took, line by line: a table on a terminal, `name: value` elsewhere."""
+    if not console.is_terminal:
+        for name, value, _ in lines(results):
+            console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+        return
     table = Table(box=box.ROUNDED, show_header=False, width=min(width, 90), padding=(0, 1))
-    table.add_column(ratio=3)
-    table.add_column(ratio=4, style="bold")
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", ratio=1)
     for name, value, is_good in lines(results):
         table.add_row(name, Text(value, {None: "", True: "bold green", False: "bold white on red"}[is_good]))
-    return table
+    console.print(table)
 
 
 def lines(results: Results) -> Iterator[tuple[str, str, bool | None]]:
@@ -84,10 +98,10 @@ def lines(results: Results) -> Iterator[tuple[str, str, bool | None]]:
     yield "longest pause of a chat", f"{summary['longest_pause_s']:.1f} s", None
     gap = summary["token_gap_ms"]
     if gap["p50"] is not None:
-        yield "gap between tokens: half, longest", f"{gap['p50']:.0f} ms, {gap['max']:.0f} ms (pauses apart)", None
+        yield "gap between tokens, half and longest", f"{gap['p50']:.0f} ms, {gap['max']:.0f} ms (pauses apart)", None
     yield "tokens per second", f"{crowded.tokens_per_s:.1f}", None
     times = crowded.tokens_per_s / alone.tokens_per_s if alone.tokens_per_s else 0.0
-    yield "  one after another, same pool", f"{alone.tokens_per_s:.1f}: together is {times:.2f} times as fast", None
+    yield "  one after another, same pool", f"{alone.tokens_per_s:.1f}, together is {times:.2f} times as fast", None
     yield "  uncrowded, all eight at once", f"{ample.tokens_per_s:.1f} with {sizes.needed_tokens} tokens of pool", None
     compiles = summary["num_compiles_after_warmup"]
     yield "compilations after the start", str(compiles), compiles == 0

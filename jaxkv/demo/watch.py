@@ -21,6 +21,7 @@ from jaxkv.live import Handle
 DRAW_EVERY_S = 0.125
 LINE_EVERY_S = 5.0
 MAX_WIDTH = 110
+BAR_COLUMNS = 28  # of what a bar is about
 
 
 @contextmanager
@@ -76,7 +77,7 @@ class Lines:
             self._say(frame, summary_line(frame))
 
     def _say(self, frame: Frame, text: str) -> None:
-        self._console.print(f"{frame.elapsed_s:6.1f} s  {text}", highlight=False, markup=False)
+        self._console.print(f"{frame.elapsed_s:6.1f} s  {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def events(before: ChatRow, now: ChatRow) -> Iterator[str]:
@@ -94,11 +95,14 @@ def events(before: ChatRow, now: ChatRow) -> Iterator[str]:
 def summary_line(frame: Frame) -> str:
     """All chats in one line."""
     states = [row.state for row in frame.rows]
-    num_away, num_waiting = sum(state in AWAY for state in states), states.count("waiting")
-    return (
-        f"{states.count('running') + states.count('prompt')} running, {num_away} parked, {num_waiting} waiting, {frame.num_done} done; "
-        f"{frame.num_free} of {len(frame.owners)} pages free; {frame.num_tokens} tokens, {frame.tokens_per_s:.1f} per second"
-    )
+    counts = {
+        "running": states.count("running") + states.count("prompt"),
+        "parked": sum(state in AWAY for state in states),
+        "waiting": states.count("waiting"),
+        "done": frame.num_done,
+    }
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name != "waiting")
+    return f"{told}; {frame.num_free}/{len(frame.owners)} pages free; {frame.num_tokens} tokens, {frame.tokens_per_s:.1f}/s"
 
 
 @contextmanager
@@ -114,7 +118,7 @@ def bar(console: Console, what: str, num_tokens: int) -> Iterator[OnStep]:
     due = start
 
     with progress:
-        task = progress.add_task(what, total=num_tokens)
+        task = progress.add_task(f"{what:<{BAR_COLUMNS}}", total=num_tokens)
 
         def on_step(_: Engine, handles: Sequence[Handle]) -> None:
             nonlocal due

@@ -14,7 +14,7 @@ from jaxkv.demo.play import Played, num_identical, play_together
 from jaxkv.demo.run import EXIT_BROKEN, EXIT_DONE, conclude, prepare, run_ample, run_crowded, run_demo
 from jaxkv.demo.table import Results, first_difference
 from jaxkv.demo.view import draw, printable, tail
-from jaxkv.demo.watch import events, watch
+from jaxkv.demo.watch import events, summary_line, watch
 from jaxkv.engine import Engine
 from jaxkv.models import ByteTokenizer
 from jaxkv.models.tokenizer import TokenizerBase
@@ -46,11 +46,10 @@ def story() -> tuple[Results, str]:
 
 def table_of(results: Results) -> tuple[int, dict[str, str]]:
     """The exit code, and the printed table as name and value."""
-    console = Console(file=io.StringIO(), width=100, highlight=False)
+    console = plain_console()
     chats, _ = prepare(config())
     code = conclude(console, chats, results)
-    rows = re.findall(r"^│ (.*?) +│ (.*?) +│$", printed(console), re.MULTILINE)
-    return code, {name.strip(): value for name, value in rows}
+    return code, {name.strip(): value for name, _, value in (line.partition(": ") for line in printed(console).splitlines())}
 
 
 def test_all_chats_complete_and_every_byte_is_that_of_an_uncrowded_run(story):
@@ -96,7 +95,7 @@ def test_an_answer_that_differs_is_told_loudly_and_ends_with_1(story):
     assert (
         f"chat 3 (Blue sky) differs in the crowded pool: token {at} is {results.crowded.completions[2].token_ids[-1]} instead of 5" in text
     )
-    assert "This must never happen" in text
+    assert "This must never happen: crowding changed an answer." in text
 
 
 def test_a_chat_that_failed_is_told_with_its_reason(story):
@@ -108,6 +107,15 @@ def test_a_chat_that_failed_is_told_with_its_reason(story):
     text = " ".join(printed(console).split())
     assert f"{NUM - 1} of {NUM}" in text
     assert "chat 1 (Poem) failed in the crowded pool: the pool is full and nobody can go on" in text
+    assert "Not every chat completed, for the reasons above; those that did are identical." in text
+
+
+def test_on_a_terminal_of_80_columns_no_name_in_the_table_is_broken(story):
+    results, _ = story
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    assert conclude(console, prepare(config())[0], results) == EXIT_DONE
+    assert re.search(rf"│ bytes identical to an uncrowded run +│ {NUM} of {NUM} +│$", printed(console), re.MULTILINE)
+    assert {len(line) for line in printed(console).splitlines() if line.startswith(("│", "╭", "╰"))} == {80}
 
 
 def test_a_logprob_that_differs_in_its_last_bit_is_a_difference(story):
@@ -255,6 +263,10 @@ def test_events_tell_parks_returns_and_ends():
     assert list(events(parked, back)) == ["is back, at 8 tokens"]
     assert list(events(back, done)) == ["done: 9 tokens, 1 parks"]
     assert list(events(running, running)) == []
+
+
+def test_a_line_sums_up_a_frame():
+    assert summary_line(frame()) == "1 running, 1 parked, 1 waiting, 0 done; 1/4 pages free; 19 tokens, 9.5/s"
 
 
 def test_content_compares_everything_that_is_promised():
