@@ -34,7 +34,13 @@ COMMANDS = {
 
 def console() -> None:
     """The entry point of the `jaxkv` script."""
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code > 128 and "jax" in sys.modules:
+        # Interrupted while XLA compiles, Python's own way out ends in a segmentation fault, and the exit code with it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(words: Sequence[str]) -> int:

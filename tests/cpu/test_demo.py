@@ -1,8 +1,14 @@
 """The demo from end to end with the small fixture: what it prints is what happened."""
 
 import io
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -146,6 +152,20 @@ def test_the_live_view_is_drawn_on_a_terminal():
     text = printed(console)
     assert f"{NUM}/{NUM} done" in re.sub(r"\x1b\[[^m]*m", "", text)
     assert "pages of 4 tokens" in text
+
+
+def test_an_interrupt_while_programs_are_compiled_ends_with_130(tmp_path: Path) -> None:
+    env = {**os.environ, "JAXKV_CACHE": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}  # nothing is compiled yet
+    (tmp_path / "tiny.yaml").write_text(config().to_yaml())
+    command = [sys.executable, "-u", "-m", "jaxkv", "demo", str(tmp_path / "tiny.yaml")]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stderr is not None
+        while "Starting" not in run.stdout.readline():
+            assert run.poll() is None
+        time.sleep(1.5)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 130
+        assert run.stderr.read().splitlines()[-1] == "jaxkv: interrupted"
 
 
 # The chats and the pool
