@@ -24,7 +24,7 @@ class Rows:
         self._shapes = shapes
         self._table = np.zeros((shapes.rows, table_width(shapes.max_len, layout.page_size)), np.int32)
         self._knobs = Knobs(*(np.array(x) for x in self._neutral(shapes.rows)))
-        self._seated: list[int | None] = [None] * shapes.rows
+        self._seated: list[tuple[int, int] | None] = [None] * shapes.rows  # who, with how many tokens, the row's knobs describe
         self._unused = self._neutral(shapes.rows)  # stands in for the large arrays; never written
         self._unused_one = self._neutral(1)
 
@@ -61,10 +61,12 @@ class Rows:
         return neutral_knobs(rows, self._shapes.max_len, self._shapes.vocab_size)
 
     def _seat(self, row: int, sequence: Live) -> None:
-        """Bring the row's knobs up to this token."""
-        if self._seated[row] != sequence.seq_id or sequence.num_generated <= sequence.params.min_tokens:
-            self._seated[row] = sequence.seq_id
+        """Bring the row's knobs up to this token. What is there of the sequence is only good if it is one token behind: the sequence may
+        have gone on in another row meanwhile, and its earlier row may have had no one else in it that decodes."""
+        is_one_behind = self._seated[row] == (sequence.seq_id, sequence.num_generated - 1)
+        if not is_one_behind or sequence.num_generated <= sequence.params.min_tokens:
             _describe(self._knobs, row, sequence)
+        self._seated[row] = (sequence.seq_id, sequence.num_generated)
         knobs, length = self._knobs, len(sequence.prompt) + sequence.num_generated
         knobs.num_generated[row] = sequence.num_generated
         if sequence.wants_history:

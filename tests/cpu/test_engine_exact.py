@@ -187,3 +187,34 @@ def test_a_sequence_away_on_the_host_is_seen_in_every_state() -> None:
             State.DECODING,
         ]
         assert handle.completion is not None and handle.completion.num_parks == 1 and handle.completion.pause_s > 0
+
+
+def test_penalties_know_what_was_said_in_another_row_since_this_row_was_last_had() -> None:
+    """Row 1, then row 0, then row 1 again, in which meanwhile somebody only prefilled: nobody else's history lies between."""
+    wish = SamplingParams(
+        max_tokens=40, temperature=0, repetition_penalty=1.8, presence_penalty=0.5, frequency_penalty=0.7, ignore_eos=True
+    )
+    with tiny.engine(scheduler__rows=2, pool__tokens=512) as made:
+        expected = tiny.content(tiny.run(made, [tiny.prompt(5)], [wish])[0])
+        first = made.submit(tiny.prompt(3, 3), SamplingParams(max_tokens=50, ignore_eos=True))
+        handle = made.submit(tiny.prompt(5), wish)
+
+        def row() -> int | None:
+            return next(seq.row for seq in made.scheduler.snapshot().sequences if seq.seq_id == handle.seq_id)
+
+        tiny.step_to(made, handle, 5)
+        rows = [row()]
+        first.cancel()
+        made.scheduler.park(handle.seq_id)
+        tiny.step_to(made, handle, 10)
+        rows.append(row())
+        long = made.submit(tiny.prompt(120, 1), SamplingParams(max_tokens=3))
+        made.step()
+        made.step()
+        for leaving in (long, handle):
+            made.scheduler.park(leaving.seq_id)
+            made.step()
+        tiny.step_to(made, handle, len(handle.token_ids) + 2)
+        rows.append(row())
+        assert rows == [1, 0, 1]
+        assert tiny.content(handle.result()) == expected
