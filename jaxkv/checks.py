@@ -1,10 +1,23 @@
 """What a request may ask of the compiled programs. The wording of bodies is checked elsewhere; these limits hold for every caller."""
 
+import math
 from collections.abc import Collection, Sequence
 
 from jaxkv.errors import RequestError
-from jaxkv.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
+from jaxkv.request import MAX_LOGIT_BIAS, MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY, SamplingParams
 from jaxkv.sampling import MAX_BANNED
+
+# What each number may be, so that no arithmetic of the sampler overflows or turns into NaN.
+_RANGES = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-1e6, 1e6),
+    "frequency_penalty": (-1e6, 1e6),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "top_k": (0, 2**31 - 1),
+    "seed": (0, 2**64 - 1),
+}
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int, eos_ids: Collection[int]) -> tuple[int, ...]:
@@ -17,14 +30,17 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int
         raise RequestError(f"max_tokens: got {params.max_tokens}, allowed: at least 1", "max_tokens")
     if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
         raise RequestError(f"logprobs: got {params.logprobs}, allowed: 0 to {MAX_TOP_LOGPROBS}", "logprobs")
-    if params.temperature < 0:
-        raise RequestError(f"temperature: got {params.temperature}, allowed: 0 or more", "temperature")
-    if not 0 <= params.seed < 2**64:
-        raise RequestError(f"seed: got {params.seed}, allowed: 0 to {2**64 - 1}", "seed")
+    for name, (low, high) in _RANGES.items():
+        if not low <= (value := getattr(params, name)) <= high:  # a NaN is in no range
+            raise RequestError(f"{name}: got {value}, allowed: {low} to {high}", name)
     if len(params.logit_bias) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias: got {len(params.logit_bias)} entries, allowed: at most {MAX_LOGIT_BIAS}", "logit_bias")
     if bad := [token for token in params.logit_bias if not 0 <= token < vocab_size]:
         raise RequestError(f"logit_bias: got token id {bad[0]}, allowed: 0 to {vocab_size - 1}", "logit_bias")
+    if bad_bias := [bias for bias in params.logit_bias.values() if math.isnan(bias) or bias == math.inf]:
+        raise RequestError(f"logit_bias: got {bad_bias[0]}, allowed: a number or minus infinity", "logit_bias")
+    if bad := [token for token in params.stop_token_ids if not 0 <= token < vocab_size]:
+        raise RequestError(f"stop_token_ids: got {bad[0]}, allowed: 0 to {vocab_size - 1}", "stop_token_ids")
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
     if len(ends) > MAX_BANNED:
         raise RequestError(f"stop_token_ids: got {len(ends)} with the model's own, allowed: at most {MAX_BANNED}", "stop_token_ids")

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxkv.errors import RequestError
 from jaxkv.openai.values import Reader, boolean, integer, logit_bias, number, shown, stop_strings, text, token_ids
-from jaxkv.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+from jaxkv.request import MAX_LOGIT_BIAS, MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY
 
 MAX_STOPS = 16
 MAX_SEED = 2**64 - 1
@@ -72,7 +72,7 @@ def readers(vocab_size: int) -> dict[str, Reader]:
         "ignore_eos": boolean,
         "presence_penalty": number(-2, 2),
         "frequency_penalty": number(-2, 2),
-        "repetition_penalty": number(0, above=True),
+        "repetition_penalty": number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
         "logit_bias": logit_bias(vocab_size, MAX_LOGIT_BIAS),
         "return_token_ids": boolean,
     }
@@ -91,4 +91,6 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
 
 
 def _top_k(field: str, value: Any) -> int:
-    return 0 if value == -1 and isinstance(value, int) else integer(0, note="0 or -1 is off")(field, value)
+    """More than any vocabulary has is all of it, as 0 and -1 are; a program's integer holds no larger one."""
+    found: int = 0 if value == -1 and isinstance(value, int) else integer(0, note="0 or -1 is off")(field, value)
+    return found if found < 2**31 else 0

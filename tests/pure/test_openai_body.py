@@ -84,6 +84,11 @@ def test_fields_nobody_knows_are_named_and_left_aside() -> None:
     assert parsed.unknown == {"colour", "messages[].mood"}
 
 
+@pytest.mark.parametrize(("asked", "means"), [(-1, 0), (0, 0), (7, 7), (2**31 - 1, 2**31 - 1), (2**31, 0), (10**30, 0)])
+def test_a_top_k_beyond_every_vocabulary_is_off(asked: int, means: int) -> None:
+    assert chat(top_k=asked).params.top_k == means
+
+
 def test_fields_that_ask_for_nothing_are_fine() -> None:
     fine = {"n": 1, "stream": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "echo": False, "best_of": 1}
     assert chat(**fine) == chat()
@@ -110,7 +115,8 @@ def test_fields_that_ask_for_nothing_are_fine() -> None:
         ("ignore_eos", 1, "ignore_eos: got 1, allowed: true or false"),
         ("presence_penalty", 2.1, "presence_penalty: got 2.1, allowed: a number from -2 to 2"),
         ("frequency_penalty", -3, "frequency_penalty: got -3, allowed: a number from -2 to 2"),
-        ("repetition_penalty", 0, "repetition_penalty: got 0, allowed: a number above 0"),
+        ("repetition_penalty", 0, "repetition_penalty: got 0, allowed: a number from 0.01 to 100"),
+        ("repetition_penalty", 1e300, "repetition_penalty: got 1e+300, allowed: a number from 0.01 to 100"),
         ("logit_bias", {"257": 1}, 'logit_bias key: got "257", allowed: a token id from 0 to 256 (the vocabulary) as a string'),
         ("logit_bias", {"-1": 1}, 'logit_bias key: got "-1", allowed: a token id from 0 to 256 (the vocabulary) as a string'),
         ("logit_bias", {"7": 101}, 'logit_bias["7"]: got 101, allowed: a number from -100 to 100'),
