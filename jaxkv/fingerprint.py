@@ -12,17 +12,21 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 from jaxkv.attention import BLOCK_TOKENS
+from jaxkv.models import Checkpoint
 from jaxkv.pool import PoolLayout
 from jaxkv.programs import HEAD_TILE, Shapes
 
 KERNELS = f"paged-blocks-{BLOCK_TOKENS}/head-tile-{HEAD_TILE}/1"  # the last number rises whenever the arithmetic changes
 
 
-def fingerprint_facts(weights_sha256: str, dtype: str, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
-    """Everything that is hashed, by name."""
+def fingerprint_facts(checkpoint: Checkpoint, dtype: str, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
+    """Everything that is hashed, by name. The same weights read with another rope, end-of-text id or tokenizer are another model."""
     device = mesh.devices.flat[0]
     return {
-        "weights_sha256": weights_sha256,
+        "weights_sha256": checkpoint.weights_sha256,
+        "model": checkpoint.config.to_json(),
+        "eos_ids": sorted(checkpoint.eos_ids),
+        "tokenizer_sha256": None if checkpoint.tokenizer is None else checkpoint.tokenizer.sha256(),
         "dtype": dtype,
         "kv_dtype": layout.dtype,
         "backend": device.platform,

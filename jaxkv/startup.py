@@ -80,7 +80,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     warm_up(weights, pool, transfer, programs, layout, shapes)
     stage("warm up")
     budget, clamped = resolve_host_budget(config, available_memory_bytes())
-    facts = fingerprint_facts(checkpoint.weights_sha256, dtype, layout, shapes, mesh)
+    facts = fingerprint_facts(checkpoint, dtype, layout, shapes, mesh)
     return Parts(
         checkpoint=checkpoint,
         weights=weights,

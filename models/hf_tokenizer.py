@@ -1,5 +1,6 @@
 """Real tokenizers, on the `tokenizers` package: read from a folder, or built from a vocabulary and its merges. Knows no model."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,9 +82,15 @@ class HfTokenizer(TokenizerBase):
     def save(self, folder: Path) -> None:
         """Write the files that `read_tokenizer` reads."""
         folder.joinpath("tokenizer.json").write_text(self._tokenizer.to_str(), encoding="utf-8")
+        folder.joinpath("tokenizer_config.json").write_text(json.dumps(self._settings(), indent=1), encoding="utf-8")
+
+    def sha256(self) -> str:
+        """Of all that decides which ids a text or a chat becomes; the same after `save` and `read_tokenizer`."""
+        return hashlib.sha256(f"{self._tokenizer.to_str()}\n{json.dumps(self._settings())}".encode()).hexdigest()
+
+    def _settings(self) -> dict[str, Any]:
         templates = [{"name": name, "template": template} for name, template in self.chat_templates.items()]
-        settings = {"bos_token": self.bos_token, "eos_token": self.eos_token, "chat_template": templates}
-        folder.joinpath("tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        return {"bos_token": self.bos_token, "eos_token": self.eos_token, "chat_template": templates}
 
 
 def read_tokenizer(folder: Path) -> HfTokenizer | None:
