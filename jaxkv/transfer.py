@@ -242,8 +242,12 @@ class Transfer:
         landed.restored.append(flight.chunk)
         self.stats.restore_s.append(time.perf_counter() - flight.started_s)
         if flight.chunk.seq_id in self._images:  # else it was cancelled meanwhile, and its pages are not ours to write
-            written = self._pool.scatter(flight.staged, self._ids(flight.chunk, self._layout.num_pages + 1))
-            self._unverified.append(Unverified(flight.chunk, int(flight.host.checksum), written))
+            try:
+                written = self._pool.scatter(flight.staged, self._ids(flight.chunk, self._layout.num_pages + 1))
+                self._unverified.append(Unverified(flight.chunk, int(flight.host.checksum), written))
+            except Exception as error:  # this sequence's trouble; a compilation is counted by the guard all the same
+                landed.failed.append((flight.chunk, f"its pages could not be put back: {error}"))
+                self.discard(flight.chunk.seq_id)
         return True
 
     def _is_late(self, flight: Outbound | Inbound, step: int) -> bool:

@@ -211,8 +211,66 @@ def test_a_compilation_in_a_step_raises_and_is_counted() -> None:
         made.step()
     assert made.num_compiles_after_warmup == 1
     made.parts.transfer.poll = plain  # type: ignore[method-assign]
-    assert len(handle.result().token_ids) == 12
+    with pytest.raises(JaxkvError, match=r"a step broke off \(RecompileError\), so no page can be trusted"):
+        handle.result()
     made.close()
+
+
+@pytest.mark.parametrize("phase", ["plan", "commit", "decode_batch"])
+def test_after_a_step_that_broke_off_the_engine_can_only_be_closed(phase: str) -> None:
+    """Interrupted after the plan or before the commit, the books and the pages tell different stories: going on gave wrong answers."""
+    made = Engine(tiny.config(debug__park_every=3))
+    handle = made.submit(tiny.prompt(8), GREEDY)
+    tiny.step_to(made, handle, 2)
+    owner = made._rows if phase == "decode_batch" else made.scheduler
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    plain = getattr(owner, phase)
+    setattr(owner, phase, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made.step()
+    setattr(owner, phase, plain)
+    with pytest.raises(JaxkvError, match=r"a step broke off \(KeyboardInterrupt\), so no page can be trusted; close the engine"):
+        made.step()
+    made.close()
+    assert handle.completion is not None and handle.completion.finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize(("part", "reason"), [("_gather", "could not be moved"), ("_scatter", "could not be put back")])
+@pytest.mark.parametrize("mode", ["staged", "hold"])
+def test_a_copy_that_cannot_be_made_ends_its_own_request_and_leaks_nothing(part: str, reason: str, mode: str) -> None:
+    """Images of three chunks; the second chunk of the first park or return raises. That books and bytes are in order is checked by tiny."""
+    wish = greedy(20)
+    prompts = [tiny.prompt(40), tiny.prompt(9)]
+    with tiny.engine(pool__tokens=128, transfer__mode=mode) as made:
+        expected = [tiny.content(answer) for answer in tiny.alone(made, prompts, [wish] * 2)]
+        plain, calls = getattr(made.parts.pool, part), 0
+
+        def fail_once(*arguments: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise RuntimeError("out of memory")
+            return plain(*arguments)
+
+        setattr(made.parts.pool, part, fail_once)
+        bad, good = (made.submit(prompt, wish) for prompt in prompts)
+        tiny.step_to(made, bad, 3)
+        made.scheduler.park(bad.seq_id)
+        assert tiny.content(good.result()) == expected[1]
+        answer = bad.result()
+        assert answer.error == f"its pages {reason}: out of memory"
+        tiny.settle(made)
+        assert not made.parts.transfer.image_chunks(bad.seq_id)
+        assert tiny.content(tiny.run(made, prompts[:1], wish)[0]) == expected[0]
+
+
+def test_a_callback_that_takes_a_step_ends_its_own_request_alone(shared: Engine) -> None:
+    answer = shared.submit(tiny.prompt(8), GREEDY, on_token=lambda *_: shared.step()).result()
+    assert answer.error == "the token could not be taken: JaxkvError: a step is being taken; a callback may not take another"
+    assert len(tiny.run(shared, [tiny.prompt(9)], GREEDY)[0].token_ids) == 12
 
 
 def test_a_handle_tells_where_its_request_is(shared: Engine) -> None:
