@@ -17,12 +17,15 @@ from jaxkv.config import Config
 from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.guard import CompileGuard, RecompileError
 from jaxkv.live import Handle, Live, OnToken, RequestStats
+from jaxkv.observe.log import LogObserver, tell_stages
+from jaxkv.observe.observers import Observers
+from jaxkv.observe.phases import Phases
 from jaxkv.output import Output
 from jaxkv.request import Completion, SamplingParams
 from jaxkv.rows import Rows
 from jaxkv.samples import Samples
 from jaxkv.sampling import Sampled
-from jaxkv.scheduler import Chunk, DoesNotFit, Outcome, Plan, Scheduler, State
+from jaxkv.scheduler import DoesNotFit, Outcome, Plan, Scheduler, State
 from jaxkv.startup import OnStage, start
 from jaxkv.stats import EngineStats
 from jaxkv.status import EngineStatus, read_status
@@ -40,16 +43,17 @@ class Engine:
 
     def __init__(self, config: Config, on_stage: OnStage | None = None) -> None:
         self.config = config
-        self.parts = start(config, on_stage)
+        self.parts = start(config, tell_stages(on_stage))
         self.scheduler = Scheduler(self.parts.scheduler_config)
         self.stats = EngineStats()
+        self.observers = Observers(LogObserver())
+        self.phases = Phases()
         self._rows = Rows(self.parts.shapes, self.parts.layout)
         self._guard = CompileGuard(strict=config.run.compile_guard)
         self._live: dict[int, Live] = {}
         self._num_submitted = 0
         self._num_polls = 0
         self._closed = False
-        self._unfinished: str | None = None  # the step that is being taken, or how it broke off
 
     def __enter__(self) -> Self:
         return self
@@ -119,10 +123,10 @@ class Engine:
 
     # Requests
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None) -> Handle:
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None) -> Handle:
         """Take a request; it runs whenever somebody takes steps. Raises RequestError for one that can never be served.
 
-        `on_token(handle, token_id)` is called in the engine's thread for every token.
+        `on_token(handle, token_id)` is called in the engine's thread for every token. `name` is what logs and timelines call it.
         """
         self._check_open()
         banned = check_request(prompt, params, self.model_config.vocab_size, self.parts.checkpoint.eos_ids)
@@ -137,11 +141,12 @@ class Engine:
         if limit < asked:
             handle.will_truncate_at = limit
         output = Output(self.tokenizer, self.parts.checkpoint.eos_ids, params, limit)
-        self._live[seq_id] = Live(seq_id, np.array(prompt, np.int32), params, banned, output, handle, now, on_token)
+        self._live[seq_id] = Live(seq_id, np.array(prompt, np.int32), params, banned, output, handle, now, on_token, name)
         handle.token_ids = output.token_ids
         self.stats.num_requests += 1
         self.stats.prompt_tokens += len(prompt)
         self.stats.started_s = self.stats.started_s or now
+        self.observers.tell("on_submit", self, self._live[seq_id])
         return handle
 
     def generate(
@@ -174,28 +179,20 @@ class Engine:
     # One step
 
     def step(self) -> None:
-        """One turn: copies that arrived, a plan, parks and restores, a prompt chunk, one token for every row.
-
-        What goes wrong for one request ends that request. An exception out of here (an interrupt, say) leaves a plan half done, so that no
-        page can be trusted: after it the engine can only be closed.
-        """
+        """One turn: copies that arrived, a plan, parks and restores, a prompt chunk, one token for every row."""
         self._check_open()
-        if self._unfinished is not None:
-            raise JaxkvError(self._unfinished)
-        self._unfinished = "a step is being taken; a callback may not take another"
-        try:
-            with self._guard:
+        with self._guard, self.phases.step(self.stats.num_steps):
+            with self.phases("land"):
                 self._land()
-                plan = self.scheduler.plan(time.perf_counter(), self.parts.transfer.free_chunks)
-                self._take_note(plan)
+            with self.phases("plan"):
+                plan = self._plan()
+            with self.phases("move"):
                 self._move(plan)
-                prefilled, decoded = self._dispatch(plan)
+            prefilled, decoded = self._dispatch(plan)
+            with self.phases("collect"):
                 self._collect(plan, prefilled, decoded)
-        except BaseException as error:
-            self._unfinished = f"a step broke off ({type(error).__name__}), so no page can be trusted; close the engine and make a new one"
-            raise
-        self._unfinished = None
         self.stats.num_steps += 1
+        self.observers.tell("on_step", self, plan, time.perf_counter())
         if not plan.prefill and not plan.decode and self.parts.transfer.num_in_flight:
             time.sleep(_IDLE_S)
 
@@ -207,6 +204,7 @@ class Engine:
             return
         now = time.perf_counter()
         self.scheduler.commit(Outcome(parked=tuple(landed.parked), restored=tuple(landed.restored)), now)
+        self.observers.tell("on_landed", self, landed, now)
         for chunk, reason in landed.failed:
             self._fail(chunk.seq_id, reason)
         for chunk in landed.restored:
@@ -217,6 +215,13 @@ class Engine:
         if sequence is not None and sequence.paused_s is not None and self.scheduler.state(seq_id) in (State.PREFILLING, State.DECODING):
             self.stats.pause_s.append(sequence.resume(now))
             self.parts.transfer.discard(seq_id)
+
+    def _plan(self) -> Plan:
+        """What this step does, and what it begins and ends for each sequence."""
+        plan = self.scheduler.plan(time.perf_counter(), self.parts.transfer.free_chunks)
+        self.observers.tell("on_plan", self, plan, time.perf_counter())
+        self._take_note(plan)
+        return plan
 
     def _take_note(self, plan: Plan) -> None:
         """Pauses begin with the plan; a sequence that had nothing to copy is back at once; one that cannot go on ends here."""
@@ -230,32 +235,28 @@ class Engine:
                 self._end(note.seq_id, "error", note.reason)
 
     def _move(self, plan: Plan) -> None:
-        """Issue this step's copies; nothing is waited for. A chunk that did not leave has landed as far as the scheduler is concerned."""
-        dropped: list[Chunk] = []
+        """Issue this step's copies; nothing is waited for."""
         for move, chunks in ((self.parts.transfer.park, plan.park), (self.parts.transfer.restore, plan.restore)):
             for chunk in chunks:
                 try:
-                    if chunk.seq_id in self._live:
-                        move(chunk, self._num_polls)
-                        continue
+                    move(chunk, self._num_polls)
                 except RecompileError:
                     raise
                 except Exception as error:
                     self._fail(chunk.seq_id, f"its pages could not be moved: {error}")
-                dropped.append(chunk)
-        if dropped:
-            self.scheduler.commit(Outcome(parked=tuple(dropped)), time.perf_counter())
 
     def _dispatch(self, plan: Plan) -> tuple[Sampled | None, Sampled | None]:
         """Run the prompt chunk, then the decode step; the device does them in this order."""
         parts, prefilled, decoded = self.parts, None, None
         self._rows.update(plan.tables)
         if plan.prefill is not None:
-            batch = self._rows.prefill_batch(plan.prefill, self._live[plan.prefill.seq_id])
-            parts.pool.arrays, prefilled = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
+            with self.phases("prefill"):
+                batch = self._rows.prefill_batch(plan.prefill, self._live[plan.prefill.seq_id])
+                parts.pool.arrays, prefilled = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
         if plan.decode:
-            rows = self._rows.decode_batch(plan.decode, self._live)
-            parts.pool.arrays, decoded = parts.programs.decode.run(parts.weights, parts.pool.arrays, rows)
+            with self.phases("decode"):
+                rows = self._rows.decode_batch(plan.decode, self._live)
+                parts.pool.arrays, decoded = parts.programs.decode.run(parts.weights, parts.pool.arrays, rows)
             self.stats.num_decode_steps += 1
             self.stats.num_busy_rows += len(plan.decode)
         return prefilled, decoded
@@ -333,6 +334,7 @@ class Engine:
             self.stats.num_cancelled += 1
         else:
             self.stats.num_completed += 1
+        self.observers.tell("on_end", self, sequence, reason, error, now)
 
     # Checks
 

@@ -30,6 +30,7 @@ class Live:
     handle: "Handle"
     submitted_s: float
     on_token: OnToken | None = None
+    name: str | None = None  # what logs and timelines call it
     first_token_s: float | None = None
     last_token_s: float | None = None  # None again after a pause: a gap is measured between steps, not across a park
     paused_s: float | None = None  # when it left the device, while it is away

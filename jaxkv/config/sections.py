@@ -1,5 +1,6 @@
 """Every field of a configuration: its name, type, range, default and one sentence about it. Knows nothing of files or command lines."""
 
+import warnings
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -144,6 +145,20 @@ class RunSection(Section):
     compile_guard: bool = Field(default=True, description="a compilation after warm-up is an error")
 
 
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)  # pydantic has an old method of that name
+
+    class LogSection(Section):
+        """What is told of a run while it goes on; prompts and answers never are."""
+
+        level: Literal["warning", "info", "debug"] = Field(
+            default="warning",
+            description="warning tells failures and refused parks; info each park, restore and start-up stage; debug each request too",
+        )
+        json: bool = Field(default=False, description="one JSON object a line")  # type: ignore[assignment]
+        file: str | None = Field(default=None, min_length=1, description="a file to add lines to; null is standard error")
+
+
 class Config(Section):
     """The whole description of a run."""
 
@@ -154,6 +169,7 @@ class Config(Section):
     mesh: MeshSection = MeshSection()
     debug: DebugSection = DebugSection()
     request: RequestSection = RequestSection()
+    log: LogSection = LogSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="after")
@@ -173,4 +189,4 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The configuration as a YAML text that loads to the same configuration."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)  # in ASCII: left as it is, U+0085 would come back as a space
