@@ -25,7 +25,7 @@ from jaxkv.request import Completion, SamplingParams
 from jaxkv.rows import Rows
 from jaxkv.samples import Samples
 from jaxkv.sampling import Sampled
-from jaxkv.scheduler import DoesNotFit, Outcome, Plan, Scheduler, State
+from jaxkv.scheduler import Chunk, DoesNotFit, Outcome, Plan, Scheduler, State
 from jaxkv.startup import OnStage, start
 from jaxkv.stats import EngineStats
 from jaxkv.status import EngineStatus, read_status
@@ -54,6 +54,7 @@ class Engine:
         self._num_submitted = 0
         self._num_polls = 0
         self._closed = False
+        self._unfinished: str | None = None  # the step that is being taken, or how it broke off
 
     def __enter__(self) -> Self:
         return self
@@ -179,18 +180,30 @@ class Engine:
     # One step
 
     def step(self) -> None:
-        """One turn: copies that arrived, a plan, parks and restores, a prompt chunk, one token for every row."""
+        """One turn: copies that arrived, a plan, parks and restores, a prompt chunk, one token for every row.
+
+        What goes wrong for one request ends that request. An exception out of here (an interrupt, say) leaves a plan half done, so that no
+        page can be trusted: after it the engine can only be closed.
+        """
         self._check_open()
-        with self._guard, self.phases.step(self.stats.num_steps):
-            with self.phases("land"):
-                self._land()
-            with self.phases("plan"):
-                plan = self._plan()
-            with self.phases("move"):
-                self._move(plan)
-            prefilled, decoded = self._dispatch(plan)
-            with self.phases("collect"):
-                self._collect(plan, prefilled, decoded)
+        if self._unfinished is not None:
+            raise JaxkvError(self._unfinished)
+        self._unfinished = "a step is being taken; a callback may not take another"
+        try:
+            with self._guard, self.phases.step(self.stats.num_steps):
+                with self.phases("land"):
+                    self._land()
+                with self.phases("plan"):
+                    plan = self._plan()
+                with self.phases("move"):
+                    self._move(plan)
+                prefilled, decoded = self._dispatch(plan)
+                with self.phases("collect"):
+                    self._collect(plan, prefilled, decoded)
+        except BaseException as error:
+            self._unfinished = f"a step broke off ({type(error).__name__}), so no page can be trusted; close the engine and make a new one"
+            raise
+        self._unfinished = None
         self.stats.num_steps += 1
         self.observers.tell("on_step", self, plan, time.perf_counter())
         if not plan.prefill and not plan.decode and self.parts.transfer.num_in_flight:
@@ -235,15 +248,21 @@ class Engine:
                 self._end(note.seq_id, "error", note.reason)
 
     def _move(self, plan: Plan) -> None:
-        """Issue this step's copies; nothing is waited for."""
+        """Issue this step's copies; nothing is waited for. A chunk that did not leave has landed as far as the scheduler is concerned."""
+        dropped: list[Chunk] = []
         for move, chunks in ((self.parts.transfer.park, plan.park), (self.parts.transfer.restore, plan.restore)):
             for chunk in chunks:
                 try:
-                    move(chunk, self._num_polls)
+                    if chunk.seq_id in self._live:
+                        move(chunk, self._num_polls)
+                        continue
                 except RecompileError:
                     raise
                 except Exception as error:
                     self._fail(chunk.seq_id, f"its pages could not be moved: {error}")
+                dropped.append(chunk)
+        if dropped:
+            self.scheduler.commit(Outcome(parked=tuple(dropped)), time.perf_counter())
 
     def _dispatch(self, plan: Plan) -> tuple[Sampled | None, Sampled | None]:
         """Run the prompt chunk, then the decode step; the device does them in this order."""
