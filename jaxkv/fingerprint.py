@@ -16,7 +16,7 @@ from jaxkv.models import Checkpoint
 from jaxkv.pool import PoolLayout
 from jaxkv.programs import HEAD_TILE, Shapes
 
-KERNELS = f"paged-blocks-{BLOCK_TOKENS}/head-tile-{HEAD_TILE}/1"  # the last number rises whenever the arithmetic changes
+KERNELS = f"paged-blocks-{BLOCK_TOKENS}/head-tile-{HEAD_TILE}/2"  # the last number rises whenever the arithmetic changes
 
 
 def fingerprint_facts(checkpoint: Checkpoint, dtype: str, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:

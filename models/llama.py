@@ -1,4 +1,7 @@
-"""The Llama family (`model_type` llama): SmolLM2, Llama 2 and 3, TinyLlama. Knows no cache and no checkpoint."""
+"""The Llama family (`model_type` llama): SmolLM2, Llama 2 and 3, TinyLlama. Knows no cache and no checkpoint.
+
+Between embedding and final norm the stream is [m, t] or [t, m], as the layers like it for the dtype; heads are always [t, n, d].
+"""
 
 from typing import Any
 
@@ -9,20 +12,32 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Attend
-from jaxkv.models.layers import Embedding, GatedMLP, Linear, RMSNorm, rope_angles, rope_frequencies, rotate
-from jaxkv.models.sharding import by_rule
+from jaxkv.models.layers import (
+    Embedding,
+    GatedMLP,
+    Linear,
+    RMSNorm,
+    as_rows,
+    join_heads,
+    rope_angles,
+    rope_frequencies,
+    rotate,
+    split_heads,
+    stream_axis,
+)
+from jaxkv.models.sharding import Side, by_rule
 
-# Parameter name ending -> the axis that is split over the mesh's "tensor" axis. What is not listed is replicated.
-SPLIT = {
-    "attn.q.kernel": 1,
-    "attn.k.kernel": 1,
-    "attn.v.kernel": 1,
-    "attn.o.kernel": 0,
-    "mlp.gate.kernel": 1,
-    "mlp.up.kernel": 1,
-    "mlp.down.kernel": 0,
-    "embed.table": 0,
-    "head.table": 0,
+# Layer name ending -> the side of its weight that is split over the mesh's "tensor" axis. What is not listed is replicated.
+SPLIT: dict[str, Side] = {
+    "attn.q": "out",
+    "attn.k": "out",
+    "attn.v": "out",
+    "attn.o": "in",
+    "mlp.gate": "out",
+    "mlp.up": "out",
+    "mlp.down": "in",
+    "embed": "out",
+    "head": "out",
 }
 
 
@@ -37,25 +52,25 @@ class Attention(nnx.Module):
         self.v = Linear(m, k * d, dtype)
         self.o = Linear(h * d, m, dtype)
 
-    def __call__(self, x: Float[Array, "t m"], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "t m"], Any]:
-        t, d = x.shape[0], self.head_dim
-        q = rotate(self.q(x).reshape(t, -1, d), *angles)
-        k = rotate(self.k(x).reshape(t, -1, d), *angles)
-        v = self.v(x).reshape(t, -1, d)
+    def __call__(self, x: Float[Array, "..."], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "..."], Any]:
+        d = self.head_dim
+        q = rotate(split_heads(self.q(x), d), *angles)
+        k = rotate(split_heads(self.k(x), d), *angles)
+        v = split_heads(self.v(x), d)
         out, cache = attend(self.layer, q, k, v, cache, scale=d**-0.5)
-        return self.o(out.astype(x.dtype).reshape(t, -1)), cache
+        return self.o(join_heads(out.astype(x.dtype))), cache
 
 
 class Block(nnx.Module):
     """One decoder layer: x + attention(norm x), then x + mlp(norm x)."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype):
-        self.attn_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype)
+        self.attn_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype))
         self.attn = Attention(config, layer, dtype)
-        self.mlp_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype)
+        self.mlp_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype))
         self.mlp = GatedMLP(config.hidden_dim, config.ffn_dim, dtype)
 
-    def __call__(self, x: Float[Array, "t m"], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "t m"], Any]:
+    def __call__(self, x: Float[Array, "..."], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "..."], Any]:
         mixed, cache = self.attn(self.attn_norm(x), angles, cache, attend)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), cache
@@ -68,7 +83,7 @@ class Llama(nnx.Module):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_dim, dtype)
         self.layers = nnx.List([Block(config, layer, dtype) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype)
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype))
         if not config.tie_embeddings:
             self.head = Embedding(config.vocab_size, config.hidden_dim, dtype)
 
@@ -80,7 +95,7 @@ class Llama(nnx.Module):
         angles = rope_angles(positions, rope_frequencies(self.config.rope, self.config.head_dim))
         for block in self.layers:
             x, cache = block(x, angles, cache, attend)
-        return self.norm(x), cache
+        return as_rows(self.norm(x)), cache
 
     def logits(self, hidden: Float[Array, "t m"]) -> Float[Array, "t v"]:
         """Float32 logits of hidden states that __call__ returned."""
@@ -89,5 +104,5 @@ class Llama(nnx.Module):
 
     @staticmethod
     def partition(path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec:
-        """How the parameter `path` (for example "layers.0.attn.q.kernel") is split over the mesh's axis "tensor"."""
+        """How the parameter `path` (for example "layers.0.attn.q.weight") is split over the mesh's axis "tensor"."""
         return by_rule(SPLIT, path, shape, num_shards)

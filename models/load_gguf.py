@@ -18,14 +18,14 @@ TOP = {"token_embd.weight": "embed.table", "output_norm.weight": "norm.scale"}
 HEAD = {"output.weight": "head.table"}
 LAYER = {
     "blk.{}.attn_norm.weight": "layers.{}.attn_norm.scale",
-    "blk.{}.attn_q.weight": "layers.{}.attn.q.kernel",
-    "blk.{}.attn_k.weight": "layers.{}.attn.k.kernel",
-    "blk.{}.attn_v.weight": "layers.{}.attn.v.kernel",
-    "blk.{}.attn_output.weight": "layers.{}.attn.o.kernel",
+    "blk.{}.attn_q.weight": "layers.{}.attn.q.weight",
+    "blk.{}.attn_k.weight": "layers.{}.attn.k.weight",
+    "blk.{}.attn_v.weight": "layers.{}.attn.v.weight",
+    "blk.{}.attn_output.weight": "layers.{}.attn.o.weight",
     "blk.{}.ffn_norm.weight": "layers.{}.mlp_norm.scale",
-    "blk.{}.ffn_gate.weight": "layers.{}.mlp.gate.kernel",
-    "blk.{}.ffn_up.weight": "layers.{}.mlp.up.kernel",
-    "blk.{}.ffn_down.weight": "layers.{}.mlp.down.kernel",
+    "blk.{}.ffn_gate.weight": "layers.{}.mlp.gate.weight",
+    "blk.{}.ffn_up.weight": "layers.{}.mlp.up.weight",
+    "blk.{}.ffn_down.weight": "layers.{}.mlp.down.weight",
 }
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
@@ -152,12 +152,7 @@ def _read_rope(meta: dict[str, Any], arch: str) -> Rope:
 
 
 def _tensor(key: str, path: str, tensor: GgufTensor, config: ModelConfig) -> Tensor:
-    if not path.endswith(".kernel"):
-        return Tensor(path, key, tensor.shape, tensor.read, tensor.dequantize)
     heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(path.split(".")[-2])
-
-    def convert(raw: np.ndarray) -> np.ndarray:
-        w = tensor.dequantize(raw)
-        return np.transpose(w if heads is None else unpermute(w, heads))
-
-    return Tensor(path, key, tensor.shape[::-1], tensor.read, convert)
+    if heads is None:
+        return Tensor(path, key, tensor.shape, tensor.read, tensor.dequantize)
+    return Tensor(path, key, tensor.shape, tensor.read, lambda raw: unpermute(tensor.dequantize(raw), heads))

@@ -14,19 +14,19 @@ from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
 from jaxkv.models.parameters import OnTensor, Stages, Tensor, check_names, check_shapes, hash_files, place_tensors
 from jaxkv.models.safetensors_file import Entry, read_header
 
-# Per family: tensor name -> parameter path; "{}" is the layer. Kernels are [out, in] in the file and [in, out] in the model.
+# Per family: tensor name -> parameter path; "{}" is the layer. Weights are [out, in].
 LLAMA_TOP = {"model.embed_tokens.weight": "embed.table", "model.norm.weight": "norm.scale"}
 LLAMA_HEAD = {"lm_head.weight": "head.table"}
 LLAMA_LAYER = {
     "model.layers.{}.input_layernorm.weight": "layers.{}.attn_norm.scale",
-    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attn.q.kernel",
-    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attn.k.kernel",
-    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attn.v.kernel",
-    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attn.o.kernel",
+    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attn.q.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attn.k.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attn.v.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attn.o.weight",
     "model.layers.{}.post_attention_layernorm.weight": "layers.{}.mlp_norm.scale",
-    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.mlp.gate.kernel",
-    "model.layers.{}.mlp.up_proj.weight": "layers.{}.mlp.up.kernel",
-    "model.layers.{}.mlp.down_proj.weight": "layers.{}.mlp.down.kernel",
+    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.mlp.gate.weight",
+    "model.layers.{}.mlp.up_proj.weight": "layers.{}.mlp.up.weight",
+    "model.layers.{}.mlp.down_proj.weight": "layers.{}.mlp.down.weight",
 }
 NAMES = {"llama": (LLAMA_TOP, LLAMA_HEAD, LLAMA_LAYER)}
 IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and that follow from the config
@@ -119,6 +119,4 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _tensor(key: str, path: str, entry: Entry) -> Tensor:
-    if path.endswith(".kernel"):
-        return Tensor(path, key, entry.shape[::-1], entry.read, np.transpose)
     return Tensor(path, key, entry.shape, entry.read, np.asarray)

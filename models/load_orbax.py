@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.errors import ModelError
 from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
 from jaxkv.models.load_hf import read_json
-from jaxkv.models.parameters import OnTensor, Stages, abstract_model, build_model, check_names, shardings
+from jaxkv.models.parameters import OnTensor, Stages, abstract_model, build_model, check_names, shardings, turned
 
 DESCRIPTION, WEIGHTS = "jaxkv.json", "weights"
 FORMAT = 1
@@ -70,10 +71,22 @@ class ConvertedFolder:
 
     def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnTensor | None = None) -> Any:
         """The model, its arrays restored straight to where they belong."""
+        wanted = shardings(self.config, dtype, mesh)
+        stored = set(abstract_model(self.config, self.description.dtype)[1])
+        asked = {path: target for path, target in wanted.items() if path in stored}
+        other_way = {
+            turned(path): target for path, target in wanted.items() if path not in stored
+        }  # stored for a dtype of the other layout
+        asked |= {
+            path: jax.ShapeDtypeStruct(target.shape[::-1], target.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+            for path, target in other_way.items()
+        }
         with stages.measure("read"):
-            wanted = shardings(self.config, dtype, mesh)
-            arrays = _guarded(self.path / WEIGHTS, lambda ocp, folder: ocp.load(folder, dict(wanted)))
+            arrays = _guarded(self.path / WEIGHTS, lambda ocp, folder: ocp.load(folder, asked))
             jax.block_until_ready(arrays)
+        with stages.measure("convert"):
+            for path, target in other_way.items():
+                arrays[turned(path)] = jax.device_put(np.asarray(arrays.pop(path)).T.copy(), target.sharding)
         return build_model(self.config, dtype, arrays)
 
     def tokenizer(self) -> HfTokenizer | None:

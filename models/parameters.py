@@ -27,7 +27,7 @@ OnTensor = Callable[[int, int], None]
 class Tensor:
     """One checkpoint tensor on its way to the parameter `path`; nothing is read before `read` is called."""
 
-    path: str  # for example "layers.0.attn.q.kernel"
+    path: str  # for example "layers.0.attn.q.weight", [out, in] as in every checkpoint
     key: str  # its name in the checkpoint, for messages
     shape: tuple[int, ...]  # as the parameter has it
     read: Callable[[], Any]
@@ -105,18 +105,26 @@ def place_tensors(
     wanted = shardings(config, dtype, mesh)
     arrays: dict[str, jax.Array] = {}
     for i, tensor in enumerate(tensors):
-        target = wanted[tensor.path]
+        path = tensor.path if tensor.path in wanted else turned(tensor.path)
+        target = wanted[path]
         with stages.measure("read"):
             raw = tensor.read()
         with stages.measure("convert"):
-            array = np.ascontiguousarray(tensor.convert(raw).astype(target.dtype, copy=False))
+            array = tensor.convert(raw).astype(target.dtype, copy=False)
+            array = np.ascontiguousarray(array if path == tensor.path else array.T)
         with stages.measure("place"):
-            arrays[tensor.path] = jax.device_put(array, target.sharding)
+            arrays[path] = jax.device_put(array, target.sharding)
         if on_tensor is not None:
             on_tensor(i + 1, len(tensors))
     with stages.measure("place"):
         jax.block_until_ready(arrays)
     return build_model(config, dtype, arrays)
+
+
+def turned(path: str) -> str:
+    """The name of the same product's parameter the other way round: `weight` [out, in] and `kernel` [in, out]."""
+    layer, _, kind = path.rpartition(".")
+    return f"{layer}.{({'weight': 'kernel', 'kernel': 'weight'})[kind]}"
 
 
 def check_names(expected: Collection[str], found: Collection[str], where: str) -> None:

@@ -1,6 +1,7 @@
 """How parameters are split over a mesh with one axis, "tensor". Knows names of parameters only through a family's rule."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 from jax.sharding import PartitionSpec
 
@@ -8,15 +9,25 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.errors import ModelError
 
 AXIS = "tensor"
+Side = Literal["in", "out"]
+_LAYOUTS: dict[str, tuple[Side, Side]] = {
+    "weight": ("out", "in"),
+    "kernel": ("in", "out"),
+    "table": ("out", "in"),
+}  # a table goes to logits
 
 
-def by_rule(split: Mapping[str, int], path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec:
-    """The spec of a parameter: split on the axis its name's ending is listed with, where that divides, else replicated.
+def by_rule(split: Mapping[str, Side], path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec:
+    """The spec of a parameter: split on the side its layer is listed with, where that divides, else replicated.
 
     Heads and feed-forward always divide (`check_mesh`); a vocabulary may not.
     """
-    axis = next((axis for ending, axis in split.items() if path == ending or path.endswith("." + ending)), None)
-    if axis is None or num_shards == 1 or shape[axis] % num_shards:
+    layer, _, kind = path.rpartition(".")
+    side = next((side for ending, side in split.items() if layer == ending or layer.endswith("." + ending)), None)
+    if side is None or kind not in _LAYOUTS or num_shards == 1:
+        return PartitionSpec()
+    axis = _LAYOUTS[kind].index(side)
+    if shape[axis] % num_shards:
         return PartitionSpec()
     return PartitionSpec(*(AXIS if i == axis else None for i in range(len(shape))))
 

@@ -45,8 +45,8 @@ with tiny.engine(**ENGINE) as made:
     shapes = {x.addressable_shards[0].data.shape for layer in parts.pool.arrays for x in layer}
     assert shapes == {(33, layout.num_kv_heads // DEVICES, 4, 16)}, shapes
     assert all(len(x.addressable_shards) == DEVICES for layer in parts.pool.arrays for x in layer)
-    query = parts.checkpoint.model.layers[0].attn.q.kernel[...]
-    assert query.addressable_shards[0].data.shape[1] * DEVICES == query.shape[1]
+    query = parts.checkpoint.model.layers[0].attn.q.weight[...]
+    assert query.addressable_shards[0].data.shape[0] * DEVICES == query.shape[0]
 """
 
 EXACT = """

@@ -108,7 +108,9 @@ def test_llama3_rope_is_read_in_both_spellings() -> None:
 def test_parameters_split_by_heads_and_feed_forward_and_a_vocabulary_only_where_it_divides() -> None:
     split = Llama.partition
     assert split("layers.0.attn.q.kernel", (64, 64), 2) == PartitionSpec(None, "tensor")
+    assert split("layers.0.attn.q.weight", (64, 64), 2) == PartitionSpec("tensor", None)
     assert split("layers.11.mlp.down.kernel", (96, 64), 2) == PartitionSpec("tensor", None)
+    assert split("layers.11.mlp.down.weight", (64, 96), 2) == PartitionSpec(None, "tensor")
     assert split("layers.0.attn_norm.scale", (64,), 2) == PartitionSpec()
     assert split("embed.table", (320, 64), 2) == PartitionSpec("tensor", None)
     assert split("embed.table", (321, 64), 2) == PartitionSpec()
@@ -130,7 +132,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxkv.models import dense_logits, load_checkpoint
 loaded = load_checkpoint({str(LLAMA)!r}, dtype="float32", mesh=Mesh(np.array(jax.devices()), ("tensor",)))
-assert loaded.model.layers[0].attn.q.kernel[...].addressable_shards[0].data.shape == (64, 32)
+assert loaded.model.layers[0].attn.q.weight[...].addressable_shards[0].data.shape == (32, 64)
 expected = np.load({str(LLAMA / "reference.npz")!r})
 graphdef, state = nnx.split(loaded.model)
 step = jax.jit(lambda state, tokens: dense_logits(nnx.merge(graphdef, state), tokens))
