@@ -115,7 +115,14 @@ def save_converted(path_in: str | Path, path_out: str | Path, dtype: str, progre
 
 
 def _open(path: Path) -> Opened:
-    """Read the headers of whatever lies at this path."""
+    """Read the headers of whatever lies at this path; a header may hold anything, so what trips over it is the file's fault."""
+    try:
+        return _open_format(path)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"{path} is damaged: a header holds a value of the wrong kind ({type(error).__name__}: {error})") from error
+
+
+def _open_format(path: Path) -> Opened:
     if not path.exists():
         raise ModelError(f"{path} does not exist; model.path takes a folder, a .gguf file or a known name")
     if path.is_file():

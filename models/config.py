@@ -15,6 +15,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("default", "linear", "llama3")
 
 
+MAX_COUNT = 2**31 - 1
+MAX_LAYERS = 10_000  # a damaged file may say anything, and every layer has names to look for
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary embedding: `theta` and how frequencies are stretched for long contexts."""
@@ -46,6 +50,8 @@ class ModelConfig:
     dtype: str  # as stored in the checkpoint
 
     def __post_init__(self) -> None:
+        if self.num_layers > MAX_LAYERS:
+            raise ModelError(f"model config: {self.num_layers} layers, allowed: at most {MAX_LAYERS}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly")
         if self.head_dim % 2:
@@ -93,6 +99,8 @@ def read_count(data: Mapping[str, Any], where: str, key: str, default: int | Non
     value = default if data.get(key) is None else data[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{where}: {key} must be a positive integer, got {'nothing' if value is None else repr(value)}")
+    if value > MAX_COUNT:
+        raise ModelError(f"{where}: {key} is {value}, allowed: at most {MAX_COUNT}")
     return value
 
 
@@ -113,7 +121,10 @@ def read_eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
     found: set[int] = set()
     for data in configs:
         value = data.get("eos_token_id")
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if bad := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0]:
+            raise ModelError(f"eos_token_id: got {bad[0]!r}, allowed: a token id or a list of token ids")
+        found.update(ids)
     return frozenset(found)
 
 

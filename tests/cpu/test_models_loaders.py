@@ -109,6 +109,11 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}},
             r"rope type 'yarn' is not supported; supported are: default, linear",
         ),
+        ({"num_hidden_layers": 10**9}, r"model config: 1000000000 layers, allowed: at most 10000"),
+        ({"vocab_size": 10**20}, r"config\.json: vocab_size is 1(0){20}, allowed: at most 2147483647"),
+        ({"eos_token_id": {"a": 1}}, r"eos_token_id: got \{'a': 1\}, allowed: a token id or a list of token ids"),
+        ({"rms_norm_eps": "x"}, r"is damaged: a header holds a value of the wrong kind .ValueError: .*'x'"),
+        ({"rope_parameters": [1]}, r"is damaged: a header holds a value of the wrong kind .TypeError"),
         ({"attention_bias": True}, r"attention_bias = True is not supported for 'llama', only False"),
         ({"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported for 'llama', only 'silu'"),
     ],
@@ -184,7 +189,8 @@ def test_a_damaged_gguf_file_is_named_with_what_is_wrong(tmp_path: Path) -> None
     path.write_bytes(whole[:-5000])
     with pytest.raises(ModelError, match=r"broken\.gguf is not a whole GGUF file: tensor .* ends at byte \d+"):
         inspect_checkpoint(path)
-    for damage in (b"", b"PK\x03\x04" + whole[4:], whole[:300]):
+    endless = b"\xff\xff\xff\xff\xff\xff\xff"  # a length of nearly 2**64 for the first key: no memory is asked for
+    for damage in (b"", b"PK\x03\x04" + whole[4:], whole[:300], whole[:25] + endless + whole[32:]):
         path.write_bytes(damage)
         with pytest.raises(ModelError, match=r"broken\.gguf is not a whole GGUF file"):
             inspect_checkpoint(path)
