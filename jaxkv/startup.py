@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxkv.config import Config, available_memory_bytes, resolve_host_budget
@@ -19,7 +18,7 @@ from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.fingerprint import fingerprint, fingerprint_facts
 from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint
 from jaxkv.pool import PoolLayout, allocate, pool_sharding, storage_dtype
-from jaxkv.programs import HEAD_TILE, Programs, Shapes, build_programs, example_batches
+from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
 from jaxkv.transfer import HostMemory, PoolHolder, Transfer, TransferSettings, probe_host_memory
 
@@ -33,7 +32,7 @@ class Parts:
     """All that an engine runs on, ready."""
 
     checkpoint: Checkpoint
-    weights: nnx.State
+    weights: Weights
     mesh: Mesh
     layout: PoolLayout
     shapes: Shapes
@@ -76,7 +75,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     pool = PoolHolder(allocate(layout, mesh), programs.gather.run, programs.scatter.run)
     settings = transfer_settings(config, layout, host)
     transfer = Transfer(pool, layout, host, settings)
-    weights = nnx.state(checkpoint.model)
+    weights, _ = take_apart(checkpoint.model)
     warm_up(weights, pool, transfer, programs, layout, shapes)
     stage("warm up")
     budget, clamped = resolve_host_budget(config, available_memory_bytes())
@@ -266,7 +265,7 @@ def use_compilation_cache(folder: Path) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def warm_up(weights: nnx.State, pool: PoolHolder, transfer: Transfer, programs: Programs, layout: PoolLayout, shapes: Shapes) -> None:
+def warm_up(weights: Weights, pool: PoolHolder, transfer: Transfer, programs: Programs, layout: PoolLayout, shapes: Shapes) -> None:
     """Run every program once on the trash page, and park and restore one image, so that the first park costs what the hundredth does."""
     decode, prefill = example_batches(shapes, layout)
     pool.arrays, sampled = programs.prefill.run(weights, pool.arrays, prefill)
