@@ -119,7 +119,7 @@ def prompt_products(engine: Engine, length: int) -> Callable[[], None]:
 
 def weight_bytes(engine: Engine) -> int:
     """Bytes of weights that one decode step must read: all of them, but for a table that is only looked up."""
-    weights = dict(nnx.to_flat_state(engine.parts.weights))
+    weights = dict(nnx.to_flat_state(nnx.state(engine.parts.checkpoint.model)))
     sizes = {".".join(map(str, path)): int(np.prod(leaf.shape)) * leaf.dtype.itemsize for path, leaf in weights.items()}
     if not engine.model_config.tie_embeddings:
         sizes.pop("embed.table")

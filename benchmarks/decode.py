@@ -52,9 +52,8 @@ def measure(setup: Setup) -> dict[str, Any]:
         "rows": found,
         **_pools(setup, longest),
     }
-    say(
-        f"weights {results['weight_mb']} MB at {text(results['bandwidth_gb_s'], 'GB/s')}: at least {results['bandwidth_floor_ms']} ms a step"
-    )
+    speed = text(results["bandwidth_gb_s"], "GB/s")
+    say(f"weights {results['weight_mb']} MB at {speed}: at least {results['bandwidth_floor_ms']} ms a step")
     return results
 
 

@@ -17,7 +17,7 @@ from common import Setup, clear, endless, random_prompt, run, say, seat, settle,
 
 from jaxkv.engine import Engine
 from jaxkv.live import Handle
-from jaxkv.stats import percentile
+from jaxkv.stats import spread
 
 OPTIONS: dict[str, Any] = {
     "chunks": (32, 64, 128, 256),
@@ -107,9 +107,7 @@ class _Width:
         t = self._times
         chunk_ms = summary(t["chunk"], 1e3)
         speed = {name: summary(t[name], digits=1) for name in ("engine", "program", "products")}
-        delay_ms = {
-            name: round((percentile(self._delays, share) or 0.0) * 1e3, 3) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
-        }
+        delay_ms = spread(self._delays, 1e3, p50=0.5, p99=0.99, max=1.0)
         say(
             f"chunks of {self.width}: {text(speed['engine'], 'tokens/s')}, products {text(speed['products'], 'tokens/s')}; one chunk "
             f"{text(chunk_ms, 'ms')}; chats wait {delay_ms['p50']} ms more (p99 {delay_ms['p99']}, max {delay_ms['max']})"
@@ -124,7 +122,7 @@ class _Width:
             "gap_ms": summary(t["gap"], 1e3),
             "gap_max_ms": summary(t["gap max"], 1e3),
             "delay_ms": delay_ms,
-            "delay_p50_in_chunks": round(delay_ms["p50"] / chunk_ms["median"], 3),
+            "delay_p50_in_chunks": round((delay_ms["p50"] or 0.0) / chunk_ms["median"], 3),
             "newcomer_ttft_s": summary(t["ttft"]),
         }
 
