@@ -196,7 +196,9 @@ class FakeEngine:
         self._rows, self._step_s, self._on_step = rows, step_s, on_step
         self._live: list[FakeHandle] = []
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None) -> FakeHandle:
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None
+    ) -> FakeHandle:
         """Put a request in the line; raise RequestError for a prompt that can never fit."""
         limit = self.capacity - len(prompt_ids) + 1
         if limit < 1:

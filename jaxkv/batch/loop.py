@@ -83,7 +83,7 @@ class Loop:
     def _submit(self, line: RawLine, request: Request) -> None:
         try:
             body = self._reader.read(request.endpoint, request.body, derive_seed(self._run_seed, request.custom_id))
-            handle = self._engine.submit(body.prompts[0], body.params)
+            handle = self._engine.submit(body.prompts[0], body.params, name=request.custom_id)
         except RequestError as error:
             self._fail(line, request.custom_id, "invalid_request", error)
             return

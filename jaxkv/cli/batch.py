@@ -2,14 +2,17 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
 from jaxkv.cli.arguments import parse_with_overrides
-from jaxkv.config import load_config
+from jaxkv.config import Config, load_config
+from jaxkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine
@@ -28,20 +31,51 @@ class Args:
     summary: Annotated[Path | None, arg(metavar="FILE", help="write figures about the whole job to this JSON file")] = None
     force: Annotated[bool, arg(help="go on with an output that another configuration, model or input made")] = False
     retry_failed: Annotated[bool, arg(help="do lines again that ended with an error")] = False
+    timeline: Annotated[
+        Path | None, arg(metavar="FILE", help="write who held the pool, was parked and waited, for Perfetto or chrome://tracing")
+    ] = None
+    profile: Annotated[Path | None, arg(metavar="DIR", help="write a JAX trace of the run, start-up left out")] = None
 
 
 def run(words: Sequence[str]) -> int:
     """Run the job; its exit code is ours."""
     args, overrides = parse_with_overrides(Args, "batch", words)
     config = load_config(args.config, overrides)
+    check_files(args, config)
     from jaxkv.batch import run_batch
+    from jaxkv.observe.log import logging_to
 
-    def engine() -> "Engine":
-        from jaxkv.engine import Engine
+    with logging_to(config.log), ExitStack() as keep:
+        engine = partial(observed_engine, config, args, keep)
+        return run_batch(engine, config, args.input, args.output, args.summary, force=args.force, retry_failed=args.retry_failed)
 
-        return Engine(config, on_stage=say_stage)
 
-    return run_batch(engine, config, args.input, args.output, args.summary, force=args.force, retry_failed=args.retry_failed)
+def observed_engine(config: Config, args: Args, keep: ExitStack) -> "Engine":
+    """An engine with what the words ask to look at it; that is finished when `keep` is closed."""
+    from jaxkv.engine import Engine
+    from jaxkv.observe.profile import check_folder, profiled
+    from jaxkv.observe.timeline import Timeline
+
+    if args.profile is not None:
+        check_folder(args.profile)
+    timeline = None if args.timeline is None else keep.enter_context(Timeline(args.timeline))
+    engine = Engine(config, on_stage=say_stage if config.log.level == "warning" else None)  # else the log tells the stages
+    if timeline is not None:
+        engine.observers.add(timeline)
+    if args.profile is not None:
+        keep.enter_context(profiled(engine, args.profile))
+    return engine
+
+
+def check_files(args: Args, config: Config) -> None:
+    """Refuse to write the timeline or the log over what the job reads or writes."""
+    log = None if config.log.file is None else Path(config.log.file)
+    others = [*map(Path, args.input), args.output, Path(f"{args.output}.job.json"), args.summary]
+    taken = {path.resolve() for path in others if path is not None}
+    for flag, path in (("--timeline", args.timeline), ("log.file", log)):
+        if path is not None and path.resolve() in taken:
+            raise ConfigError(f"{flag} {path}: is another file of this job; choose a file of its own")
+        taken |= set() if path is None else {path.resolve()}
 
 
 def say_stage(stage: str, seconds: float) -> None:

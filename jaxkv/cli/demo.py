@@ -23,5 +23,7 @@ def run(words: Sequence[str]) -> int:
     args, overrides = parse_with_overrides(Args, "demo", words)
     config = load_config(args.config, overrides)
     from jaxkv.demo import run_demo
+    from jaxkv.observe.log import logging_to
 
-    return run_demo(config)
+    with logging_to(config.log):
+        return run_demo(config)

@@ -27,6 +27,7 @@ COMMANDS = {
     "batch": Command("Run", "a file of requests in, a file of answers out (OpenAI batch format)"),
     "fetch": Command("Models", "download a known model into the cache folder"),
     "convert": Command("Models", "write a checkpoint that loads faster"),
+    "programs": Command("Results", "what is compiled for a configuration, and what each program takes"),
     "diff": Command("Results", "compare the answers of two batch jobs, token by token"),
     "version": Command("Results", "versions of jaxkv and what it runs on"),
 }

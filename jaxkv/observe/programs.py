@@ -1,0 +1,130 @@
+"""What is compiled for a configuration, and what each program takes: shapes, FLOPs, memory, time. Loads no weights and runs nothing."""
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.config import Config
+from jaxkv.fetch import cache_folder, resolve_model_path
+from jaxkv.models import check_mesh, inspect_checkpoint
+from jaxkv.models.parameters import build_model, shardings
+from jaxkv.pool import PoolLayout, pool_sharding
+from jaxkv.programs import Recipe, Shapes, jit_recipe, step_recipes, transfer_recipes
+from jaxkv.startup import check_pool, check_staging, choose_dtype, choose_shapes, make_mesh, plan_layout, size_pool
+from jaxkv.transfer import host_sharding
+
+_NAMES = {"prefill": ("weights", "pool", "batch"), "decode": ("weights", "pool", "batch"), "gather": ("pool", "ids")}
+_NAMES |= {"scatter": ("pool", "pages", "ids")}
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a program: its arrays, equal ones counted, and their bytes."""
+
+    name: str
+    shapes: tuple[str, ...]  # "60 x float32[49,2,16,64]"
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFacts:
+    """One compiled program. Bytes and FLOPs are XLA's own figures, per device; None where the backend does not tell."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    flops: float | None  # a loop's body counts once
+    argument_bytes: int | None
+    output_bytes: int | None
+    aliased_bytes: int | None  # of the output, what is an argument updated in place
+    temp_bytes: int | None
+    code_bytes: int | None
+    compile_s: float  # traced, lowered and compiled, without the cache on disk
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramList:
+    """All programs of a configuration and what they were compiled for."""
+
+    model: str
+    dtype: str
+    devices: str
+    pool_tokens: int
+    programs: tuple[ProgramFacts, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def list_programs(config: Config) -> ProgramList:
+    """Compile everything for shapes alone. Raises ConfigError or ModelError as the engine would.
+
+    Where the memory decides on the pool's size, no weights are loaded yet, so the pool is larger than the engine's by as much.
+    """
+    info = inspect_checkpoint(resolve_model_path(config.model.path, cache_folder(config.run.cache_dir)))
+    check_mesh(info.config, config.mesh.tensor)
+    mesh = make_mesh(config.mesh.tensor)
+    device = mesh.devices.flat[0]
+    dtype, shapes = choose_dtype(config.model.dtype, device.platform, info), choose_shapes(config, info.config)
+    layout = sized(config, plan_layout(config, info.config, dtype, device.platform), shapes, mesh)
+    model = build_model(info.config, dtype, shardings(info.config, dtype, mesh))  # type: ignore[arg-type]  # shapes stand for arrays
+    gathered = host_sharding(pool_sharding(mesh)) if config.transfer.mode == "hold" else None
+    recipes = step_recipes(model, layout, shapes, mesh) | transfer_recipes(layout, shapes.transfer_pages, mesh, gathered)
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        found = tuple(measure(name, recipe, mesh) for name, recipe in recipes.items())
+    return ProgramList(info.config.model_type, dtype, f"{mesh.size} x {device.device_kind}", layout.num_tokens, found)
+
+
+def sized(config: Config, layout: PoolLayout, shapes: Shapes, mesh: jax.sharding.Mesh) -> PoolLayout:
+    """The pool's layout after the engine's own checks."""
+    check_staging(config, layout)
+    if config.pool.tokens is not None:
+        check_pool(config, shapes)
+    return size_pool(config, layout, shapes, mesh)
+
+
+def measure(name: str, recipe: Recipe, mesh: jax.sharding.Mesh) -> ProgramFacts:
+    """Compile one program, past the cache on disk, and ask XLA about it."""
+    cached = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        start = time.perf_counter()
+        compiled = jit_recipe(recipe, mesh).lower(*recipe.arguments).compile()
+        took = time.perf_counter() - start
+    finally:
+        jax.config.update("jax_enable_compilation_cache", cached)
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    sizes = {field: getattr(memory, f"{field}_size_in_bytes", None) for field in ("argument", "output", "alias", "temp", "generated_code")}
+    return ProgramFacts(
+        name=name,
+        arguments=tuple(describe(n, tree) for n, tree in zip(_NAMES[name], recipe.arguments, strict=True)),
+        flops=cost.get("flops"),
+        argument_bytes=sizes["argument"],
+        output_bytes=sizes["output"],
+        aliased_bytes=sizes["alias"],
+        temp_bytes=sizes["temp"],
+        code_bytes=sizes["generated_code"],
+        compile_s=took,
+    )
+
+
+def describe(name: str, tree: Any) -> Argument:
+    """An argument's arrays in words, the most bytes first."""
+    leaves = jax.tree.leaves(tree)
+    found = Counter((str(np.dtype(leaf.dtype)), tuple(leaf.shape)) for leaf in leaves)
+    ordered = sorted(found.items(), key=lambda item: -item[1] * num_bytes(*item[0]))
+    shapes = tuple(f"{f'{num} x ' if num > 1 else ''}{dtype}[{','.join(map(str, shape))}]" for (dtype, shape), num in ordered)
+    return Argument(name, shapes, sum(num * num_bytes(*kind) for kind, num in found.items()))
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of one array."""
+    return int(np.prod(shape, dtype=np.int64)) * jax.numpy.dtype(dtype).itemsize
