@@ -157,8 +157,14 @@ class Engine:
         wishes = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(wishes) != len(prompts):
             raise RequestError(f"params: got {len(wishes)} for {len(prompts)} prompts; give one, or one for each", "params")
-        handles = [self.submit(self._encode(prompt), wish) for prompt, wish in zip(prompts, wishes, strict=True)]
-        return [handle.result() for handle in handles]
+        handles: list[Handle] = []
+        try:
+            handles.extend(self.submit(self._encode(prompt), wish) for prompt, wish in zip(prompts, wishes, strict=True))
+            return [handle.result() for handle in handles]
+        except BaseException:  # nobody else holds them: a refused prompt leaves none of the others behind
+            for handle in handles:
+                handle.cancel()
+            raise
 
     def cancel(self, handle: Handle) -> None:
         """End a request now; its pages and bytes come back as soon as no copy touches them."""

@@ -100,6 +100,12 @@ def test_wrong_requests_are_refused_with_the_field_and_both_values(shared: Engin
     assert shared.is_idle
 
 
+def test_a_refused_prompt_among_many_leaves_none_of_them_behind(shared: Engine) -> None:
+    with pytest.raises(RequestError, match="prompt: got 0 tokens"):
+        shared.generate([tiny.prompt(8), []], GREEDY)
+    assert shared.is_idle
+
+
 def test_iterating_a_handle_gives_the_tokens_one_by_one_while_others_run_too(shared: Engine) -> None:
     other = shared.submit(tiny.prompt(9), greedy(10))
     handle = shared.submit(tiny.prompt(8), greedy(10))
