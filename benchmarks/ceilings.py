@@ -13,8 +13,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxkv.engine import Engine
+from jaxkv.models.parameters import flat_parameters
 from jaxkv.pool import allocate
-from jaxkv.programs import HEAD_TILE, DecodeBatch, PrefillBatch, example_batches
+from jaxkv.programs import HEAD_TILE, DecodeBatch, PrefillBatch, example_batches, take_apart
 
 
 class Programs:
@@ -24,12 +25,16 @@ class Programs:
         self._parts = engine.parts
         self._pool = allocate(engine.parts.layout, engine.parts.mesh)
 
-    def decode(self, lengths: Sequence[int]) -> Callable[[], None]:
-        """One decode step of rows that have so many tokens each, the new one included, until its tokens are there."""
+    def decode(self, lengths: Sequence[int], num_steps: int = 1) -> Callable[[], None]:
+        """One decode step of rows that have so many tokens each, the new one included, until its tokens are there.
+
+        Several steps are dispatched at once and only the last is waited for, which hides the host's part in dispatching them.
+        """
         batch = self._decode_batch(lengths)
 
         def step() -> None:
-            self._pool, sampled = self._parts.programs.decode.run(self._parts.weights, self._pool, batch)
+            for _ in range(num_steps):
+                self._pool, sampled = self._parts.programs.decode.run(self._parts.weights, self._pool, batch)
             np.asarray(sampled.token)
 
         return step
@@ -79,7 +84,7 @@ def products(engine: Engine, num_tokens: int, num_logits: int) -> Callable[[], N
     `q + k + v` stands in for attention: it costs nothing, and keeps all three products from being optimised away.
     """
     parts = engine.parts
-    graph, weights = nnx.split(parts.checkpoint.model)
+    weights, rebuild = take_apart(parts.checkpoint.model)
 
     def attend(layer: int, q: Array, k: Array, v: Array, cache: Any, *, scale: float) -> tuple[Array, Any]:
         t, h, d = q.shape
@@ -87,7 +92,7 @@ def products(engine: Engine, num_tokens: int, num_logits: int) -> Callable[[], N
         return mixed.reshape(t, h, d), cache
 
     def step(weights: Any, tokens: Array, positions: Array) -> Array:
-        model = nnx.merge(graph, weights)
+        model = rebuild(weights)
         hidden, _ = model(tokens, positions, None, attend)
         return jnp.argmax(model.logits(hidden[:num_logits]), axis=-1)
 
@@ -117,10 +122,14 @@ def prompt_products(engine: Engine, length: int) -> Callable[[], None]:
     return work
 
 
+def parameters(engine: Engine) -> dict[str, Array]:
+    """The model's arrays by path, for example "layers.0.attn.q.kernel"."""
+    return flat_parameters(nnx.state(engine.parts.checkpoint.model))
+
+
 def weight_bytes(engine: Engine) -> int:
     """Bytes of weights that one decode step must read: all of them, but for a table that is only looked up."""
-    weights = dict(nnx.to_flat_state(nnx.state(engine.parts.checkpoint.model)))
-    sizes = {".".join(map(str, path)): int(np.prod(leaf.shape)) * leaf.dtype.itemsize for path, leaf in weights.items()}
+    sizes = {path: array.nbytes for path, array in parameters(engine).items()}
     if not engine.model_config.tie_embeddings:
         sizes.pop("embed.table")
     return sum(sizes.values())

@@ -28,9 +28,7 @@ from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.models import inspect_checkpoint
 from jaxkv.models.checkpoint import save_converted
 
-CHILD = (
-    "JAXKV_BENCHMARK_STARTED"  # set in the processes that are measured: when their command was given, by the clock that all processes share
-)
+CHILD = "JAXKV_BENCHMARK_STARTED"  # set in the processes that are measured: when their command was given
 OPTIONS: dict[str, Any] = {"prompt": 16}
 
 

@@ -1,0 +1,130 @@
+"""Every benchmark runs from end to end with the small fixture, and its last line is the JSON that benchmarks/README.md describes."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cpu import tiny
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+HEADER = {"benchmark", "command", "commit", "uncommitted_changes", "versions", "hardware", "model", "dtype", "rounds"}
+SMALL_PROMPTS = ["--prompt", "8", "--answer", "8"]
+STALL = ["--victim", "20", "--chat", "4", "--parks", "1", "--quiet-steps", "2", "--natural-steps", "12", "--headroom", "4", "--copies", "2"]
+RUNS: dict[str, tuple[list[str], set[str]]] = {
+    "decode": (
+        ["--rows", "2", "--contexts", "8,16", "--step-context", "16", "--long", "40", "--short", "8", "--repeats", "2"],
+        {"weight_mb", "bandwidth_gb_s", "bandwidth_floor_ms", "rows", "pool_ms", "pool_large_over_small", "lengths", "lengths_ms"},
+    ),
+    "prefill": (
+        ["--chunks", "8,16", "--prompt", "40", "--chats", "2", "--chat-prompt", "4", "--quiet-steps", "2"],
+        {"prompt_tokens", "chats", "chunks"},
+    ),
+    "pressure": (
+        SMALL_PROMPTS,
+        {
+            "requests", "prompt_tokens", "answer_tokens", "demand_tokens", "pools",
+            "armed_over_huge", "armed_num_parks", "runs", "runs_with_equal_bytes",
+        },
+    ),
+    "stall": (STALL, {"victim_tokens", "victim_mb", "bystanders", "gaps_ms", "copies"}),
+    "startup": (["--prompt", "4"], {"format", "starts_s", "cold_over"}),
+}  # fmt: skip
+
+COMPILE_MUCH = {"decode", "pressure", "startup"}  # for several sizes of pool, or without a cache
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**tiny.SECTIONS, "scheduler": {**tiny.SECTIONS["scheduler"], "rows": 3}}))
+    return path
+
+
+def run(name: str, config: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_NUMPY")}
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), str(config), *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def results(name: str, config: Path, *words: str) -> dict[str, Any]:
+    done = run(name, config, "--rounds", "1", *words)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in COMPILE_MUCH else ()) for name in RUNS])
+def test_it_runs_from_end_to_end_and_its_last_line_has_the_documented_keys(name: str, config: Path) -> None:
+    words, keys = RUNS[name]
+    found = results(name, config, *words)
+    assert found.keys() == HEADER | keys
+    assert found["benchmark"] == name
+    assert found["rounds"] == 1
+    assert found["hardware"]["devices"] == ["cpu:0 cpu"]
+    CHECKS.get(name, lambda found: None)(found)
+
+
+def check_pressure(found: dict[str, Any]) -> None:
+    assert found["runs"] == found["runs_with_equal_bytes"] == 6
+    assert found["armed_num_parks"] == 0
+    assert found["pools"]["2x"]["num_parks"] > 0
+    assert found["pools"]["2x"]["pool_use_at_park"] > 0.5
+
+
+def check_stall(found: dict[str, Any]) -> None:
+    assert set(found["gaps_ms"]) == {"staged", "staged_blocking", "hold", "hold_blocking"}
+    for gaps in found["gaps_ms"].values():
+        assert gaps["none"]["num_parks"] == 0
+        assert gaps["forced_contiguous"]["num_parks"] == gaps["forced_scattered"]["num_parks"] == 1
+        assert gaps["natural"]["num"] > 0
+
+
+def check_startup(found: dict[str, Any]) -> None:
+    for stages in found["starts_s"].values():
+        total = stages.pop("total")["median"]
+        assert sum(stage["median"] for stage in stages.values()) == pytest.approx(total, abs=0.02)
+
+
+CHECKS = {"pressure": check_pressure, "stall": check_stall, "startup": check_startup}
+
+
+@pytest.mark.parametrize("name", [*RUNS, "peers"])
+def test_every_key_is_described(name: str) -> None:
+    readme = (BENCHMARKS / "README.md").read_text()
+    keys = RUNS[name][1] if name in RUNS else PEERS
+    assert [key for key in sorted(HEADER | keys) if f"`{key}`" not in readme] == []
+
+
+def test_a_wrong_field_is_one_line_and_exit_code_2(config: Path) -> None:
+    done = run("decode", config, "--pool.tokns", "3")
+    assert done.returncode == 2
+    assert done.stderr == "decode: error: unknown field 'pool.tokns', nearest valid name: pool.tokens\n"
+
+
+PEERS = {
+    "requests", "prompt_tokens", "answer_tokens", "pool_tokens", "tokens_per_s", "equal_to_alone", "jaxkv_over_transformers",
+    "jaxkv_over_transformers_less_call", "transformers_call_s", "tight_over_transformers", "jaxkv_num_parks", "does_not_run",
+    "same_first_tokens", "attention",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is not None, reason="the extra peers is installed")
+def test_peers_names_the_extra_it_needs(config: Path) -> None:
+    done = run("peers", config)
+    assert done.returncode == 2
+    assert done.stderr == "peers: error: this needs the package transformers, which is not installed: pip install 'jaxkv[peers]'\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra peers")
+def test_the_peer_gives_the_same_first_tokens(config: Path) -> None:
+    found = results("peers", config, *SMALL_PROMPTS)
+    assert found.keys() == HEADER | PEERS
+    assert found["same_first_tokens"] == found["requests"]
+    assert found["equal_to_alone"]["jaxkv tight"] == "3 of 3"
