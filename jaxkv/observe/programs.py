@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxkv.config import Config
 from jaxkv.fetch import cache_folder, resolve_model_path
-from jaxkv.models import check_mesh, inspect_checkpoint
-from jaxkv.models.parameters import build_model, shardings
+from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint
+from jaxkv.models.parameters import abstract_model, shardings
 from jaxkv.pool import PoolLayout, pool_sharding
 from jaxkv.programs import Recipe, Shapes, jit_recipe, step_recipes, transfer_recipes
 from jaxkv.startup import check_pool, check_staging, choose_dtype, choose_shapes, make_mesh, plan_layout, size_pool
@@ -75,12 +76,20 @@ def list_programs(config: Config) -> ProgramList:
     device = mesh.devices.flat[0]
     dtype, shapes = choose_dtype(config.model.dtype, device.platform, info), choose_shapes(config, info.config)
     layout = sized(config, plan_layout(config, info.config, dtype, device.platform), shapes, mesh)
-    model = build_model(info.config, dtype, shardings(info.config, dtype, mesh))  # type: ignore[arg-type]  # shapes stand for arrays
+    model = weightless_model(info.config, dtype, mesh)
     gathered = host_sharding(pool_sharding(mesh)) if config.transfer.mode == "hold" else None
     recipes = step_recipes(model, layout, shapes, mesh) | transfer_recipes(layout, shapes.transfer_pages, mesh, gathered)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         found = tuple(measure(name, recipe, mesh) for name, recipe in recipes.items())
     return ProgramList(info.config.model_type, dtype, f"{mesh.size} x {device.device_kind}", layout.num_tokens, found)
+
+
+def weightless_model(config: ModelConfig, dtype: str, mesh: jax.sharding.Mesh) -> nnx.Module:
+    """The model with a shape, a dtype and a sharding where each weight would be."""
+    wanted = shardings(config, dtype, mesh)
+    graph, variables = abstract_model(config, dtype)
+    keys = {path: tuple(int(part) if part.isdigit() else part for part in path.split(".")) for path in variables}
+    return nnx.merge(graph, nnx.from_flat_state([(keys[path], variable.replace(wanted[path])) for path, variable in variables.items()]))
 
 
 def sized(config: Config, layout: PoolLayout, shapes: Shapes, mesh: jax.sharding.Mesh) -> PoolLayout:
