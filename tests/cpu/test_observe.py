@@ -3,6 +3,7 @@
 import json
 import logging
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def plain() -> list[Any]:
 
 
 @pytest.fixture
-def events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+def events(caplog: pytest.LogCaptureFixture) -> Iterator[list[dict[str, Any]]]:
     """What the engine logs from now on, as dicts."""
     found: list[dict[str, Any]] = []
 
@@ -255,3 +256,15 @@ def test_the_table_of_programs_fits_a_page_and_needs_no_weights(config_file, cap
     out = capsys.readouterr().out
     assert out.startswith("llama in float32 on 1 x ") and "scatter" in out and "FLOPs" in out
     assert max(map(len, out.splitlines())) <= 140
+
+
+def test_a_profile_folder_that_cannot_be_is_one_line_before_a_model_is_loaded(config_file, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5]}}) + "\n"
+    )
+    (tmp_path / "file").write_text("")
+    words = ["batch", str(config_file), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "o.jsonl")]
+    assert main([*words, "--profile", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"jaxkv: error: {tmp_path / 'file'} cannot be a folder for a profile: File exists\n"
+    assert main([*words, "--timeline", str(tmp_path)]) == 2
+    assert "is a folder; name a file" in capsys.readouterr().err
