@@ -69,9 +69,9 @@ class Programs:
         table[0, :num_pages] = np.arange(1, num_pages + 1)
         return [
             batch._replace(
-                start=np.int32(start),
-                length=np.int32(min(chunk, length - start)),
-                is_last=np.bool_(start + chunk >= length),
+                start=np.int32(start),  # type: ignore[arg-type]
+                length=np.int32(min(chunk, length - start)),  # type: ignore[arg-type]
+                is_last=np.bool_(start + chunk >= length),  # type: ignore[arg-type]
                 table=table,
             )
             for start in range(0, length, chunk)

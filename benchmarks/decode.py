@@ -76,10 +76,10 @@ class _Rows:
         """One round."""
         for context, step in self._by_context.items():
             self._note(f"at {context}", median_s(step, self._repeats))
-        self._note("device", timed(self._many) / self._repeats)
         self._note("products", median_s(self._products, self._repeats))
         handles = seat(self._engine, [max(1, self._step_context - self._repeats)] * self.num, 4 * self._repeats)
         pairs = [(timed(self._engine.step), timed(self._same)) for _ in range(self._repeats)]
+        self._note("device", timed(self._many) / self._repeats)
         clear(self._engine, handles)
         for name, values in zip(("step", "program"), zip(*pairs, strict=True), strict=True):
             self._note(name, sorted(values)[len(values) // 2])
