@@ -67,7 +67,8 @@ def answer_panel(chat: Chat, completion: Completion, console: Console, width: in
     if len(lines) > ANSWER_LINES:
         shown.append(" …", "dim")
     heading = Text.assemble((f" {chat.number} ", f"#101010 on {color(chat.number)}"), " ", (f"{chat.title} ", "bold"))
-    end = f"{len(completion.token_ids)} tokens, {completion.num_parks} parks, {completion.pause_s:.1f} s away"
+    parks = f"{completion.num_parks} {'park' if completion.num_parks == 1 else 'parks'}"
+    end = f"{len(completion.token_ids)} tokens, {parks}, {completion.pause_s:.1f} s away"
     return Panel(shown, title=heading, title_align="left", subtitle=Text(end, "dim"), subtitle_align="right", box=box.ROUNDED, width=width)
 
 

@@ -89,7 +89,7 @@ def events(before: ChatRow, now: ChatRow) -> Iterator[str]:
     if was_away and now.state not in AWAY and now.state != "failed":
         yield f"is back, at {now.num_generated} tokens"
     if now.state in ("done", "failed") and before.state != now.state:
-        yield f"{now.state}: {now.num_generated} tokens, {now.num_parks} parks"
+        yield f"{now.state}: {now.num_generated} tokens, {now.num_parks} {'park' if now.num_parks == 1 else 'parks'}"
 
 
 def summary_line(frame: Frame) -> str:

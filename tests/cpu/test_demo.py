@@ -281,7 +281,7 @@ def test_events_tell_parks_returns_and_ends():
     done = replace(back, state="done", num_generated=9, num_pages=0)
     assert list(events(running, parked)) == ["parked after 7 tokens: 4 pages to host memory"]
     assert list(events(parked, back)) == ["is back, at 8 tokens"]
-    assert list(events(back, done)) == ["done: 9 tokens, 1 parks"]
+    assert list(events(back, done)) == ["done: 9 tokens, 1 park"]
     assert list(events(running, running)) == []
 
 

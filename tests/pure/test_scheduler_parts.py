@@ -95,6 +95,24 @@ def test_a_copy_reported_twice_or_never_sent_changes_nothing() -> None:
         assert scheduler.snapshot().host_bytes == 10
 
 
+@pytest.mark.parametrize(("free_chunks", "sent"), [(0, 0), (1, 1), (2, 2), (3, 3), (9, 3)])
+def test_no_more_chunks_leave_than_there_is_staging_for_nor_than_a_step_may_send(free_chunks: int, sent: int) -> None:
+    """Four pages in chunks of one, three a step at most; the way back is held to the same."""
+    sizes: dict[str, Any] = {"rows": 1, "num_pages": 8, "page_size": 1, "prefill_chunk": 4, "max_len": 8}
+    scheduler = Scheduler(SchedulerConfig(**sizes, chunk_pages=1, chunks_per_step=3))
+    scheduler.add(0, 8, 1, 0.0)
+    scheduler.commit(Outcome(prefilled=scheduler.plan(0.0, 9).prefill), 0.0)
+    scheduler.park(0)
+    plan = scheduler.plan(0.0, free_chunks)
+    assert len(plan.park) == sent
+    while scheduler.state(0) != "parked":
+        scheduler.commit(Outcome(parked=plan.park), 0.0)
+        if scheduler.state(0) != "parked":
+            plan = scheduler.plan(0.0, 9)
+    plan = scheduler.plan(0.0, free_chunks)
+    assert (len(plan.park), len(plan.restore)) == (0, sent)
+
+
 def test_the_scheduler_imports_the_standard_library_alone() -> None:
     code = "import sys, jaxkv.scheduler; print([name for name in ('jax', 'flax', 'numpy', 'pydantic') if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
