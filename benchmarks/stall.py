@@ -29,10 +29,11 @@ OPTIONS: dict[str, Any] = {
     "chat": 64,  # tokens of each bystander's prompt
     "parks": 4,  # forced, in each round
     "quiet_steps": 12,
-    "natural_steps": 40,
-    "headroom": 16,  # tokens per chat between its prompt and the end of the pool, in the natural case
+    "natural_steps": 72,
     "copies": 5,  # parks, restores and memcpys per round
 }
+POLL_S = 1e-4
+PARK_STEPS = 16  # a victim is back after fewer
 LAYOUTS = ("contiguous", "scattered")
 WAYS = {
     "staged": {"transfer.mode": "staged", "transfer.blocking": False},
@@ -45,7 +46,7 @@ WAYS = {
 def measure(setup: Setup) -> dict[str, Any]:
     """All figures, by way of copying."""
     o, rows = setup.options, setup.config().scheduler.rows
-    pool = o.victim + (rows - 1) * o.chat + rows * (o.quiet_steps + 64 * o.parks)
+    pool = o.victim + (rows - 1) * o.chat + rows * (_answer(o) + 16)
     with setup.engines({name: {**fields, "pool.tokens": pool} for name, fields in WAYS.items()}) as engines:
         ways = [_Way(name, engine, o) for name, engine in engines.items()]
         copies = _Copies({name: engine for name, engine in engines.items() if "blocking" not in name}, o)
@@ -60,6 +61,11 @@ def measure(setup: Setup) -> dict[str, Any]:
             "gaps_ms": {way.name: way.results() for way in ways},
             "copies": copies.results(),
         }
+
+
+def _answer(options: Any) -> int:
+    """Tokens that the victim and the chats beside it make at most."""
+    return int(options.quiet_steps + PARK_STEPS * options.parks + options.chat)
 
 
 @dataclass(slots=True)
@@ -100,9 +106,8 @@ class _Way:
     def _forced(self, layout: str) -> None:
         """The longest beside chats: first in peace, then parked again and again."""
         o, engine = self._options, self._engine
-        answer = o.quiet_steps + 64 * o.parks
-        victim = seat(engine, [o.victim], answer)
-        chats = seat(engine, [o.chat] * (engine.config.scheduler.rows - 1), answer, self._gaps.on_token)
+        victim = seat(engine, [o.victim], _answer(o))
+        chats = seat(engine, [o.chat] * (engine.config.scheduler.rows - 1), _answer(o), self._gaps.on_token)
         self._gaps.kind = "none"
         for _ in range(o.quiet_steps):
             engine.step()
@@ -116,20 +121,22 @@ class _Way:
         clear(engine, [*victim, *chats])
 
     def _until_back(self, victim: Handle) -> None:
-        """Step until it has been away and has made two more tokens, for at most a few dozen steps."""
+        """Step until it has been away and has made two more tokens."""
         parks = victim.stats.num_parks
         num = len(victim.token_ids) + 2
-        for _ in range(60):
+        for _ in range(PARK_STEPS):
             if victim.stats.num_parks > parks and len(victim.token_ids) >= num:
                 return
             self._engine.step()
 
     def _natural(self) -> None:
-        """Chats of equal length that together outgrow the pool after a few steps."""
-        o, engine = self._options, self._engine
-        rows = engine.config.scheduler.rows
-        prompt = max(1, engine.capacity // rows - o.headroom)
-        chats = seat(engine, [prompt] * rows, 2 * o.natural_steps + 2 * rows, self._gaps.on_token)
+        """Chats of equal length that all get in, and together outgrow the pool some steps later."""
+        o, engine, scheduler = self._options, self._engine, self._engine.config.scheduler
+        share = engine.capacity // scheduler.rows
+        # While the later ones' prompts are computed the earlier ones grow, and the gate wants its margin (twice, with hold).
+        early = -(-share // scheduler.prefill_chunk) * scheduler.rows // 2
+        prompt = max(1, share - early - 2 * scheduler.margin_steps - engine.config.pool.page_size)
+        chats = seat(engine, [prompt] * scheduler.rows, 2 * share, self._gaps.on_token)
         self._gaps.kind = "natural"
         before = engine.scheduler.counters.num_parks
         for _ in range(o.natural_steps):
@@ -207,6 +214,7 @@ class _Copies:
     def _land(self, engine: Engine, what: str) -> None:
         num = 0
         while num < self._num_chunks:
+            time.sleep(POLL_S)  # polling without a pause would take a processor away from the copies
             num += len(getattr(engine.parts.transfer.poll(step=2**30), what))
 
     def _note(self, name: str, seconds: list[float]) -> None:
