@@ -6,6 +6,7 @@ absolute position. So the bits of an answer depend neither on where a prompt was
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -43,8 +44,10 @@ def paged_attend(layout: PoolLayout, table: Int[Array, "n w"], positions: Int[Ar
     def attend(
         layer: int, q: Float[Array, "t h d"], k: Float[Array, "t k d"], v: Float[Array, "t k d"], cache: PoolArrays, *, scale: float
     ) -> tuple[Array, PoolArrays]:
-        pages = write_cells(cache[layer], k, v, page, cell, layout)
-        out = attend_blocks(q.reshape(n, c, *q.shape[1:]), pages, table, positions, layout, scale)
+        with jax.named_scope("write"):
+            pages = write_cells(cache[layer], k, v, page, cell, layout)
+        with jax.named_scope("attend"):
+            out = attend_blocks(q.reshape(n, c, *q.shape[1:]), pages, table, positions, layout, scale)
         return out.reshape(q.shape).astype(q.dtype), [*cache[:layer], pages, *cache[layer + 1 :]]
 
     return attend
