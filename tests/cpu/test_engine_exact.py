@@ -1,7 +1,10 @@
 """P1 on the engine: an answer's bytes depend on nothing but the request. Everything is compared for equality, logprobs included."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from jaxkv.engine import Engine
@@ -218,3 +221,22 @@ def test_penalties_know_what_was_said_in_another_row_since_this_row_was_last_had
         rows.append(row())
         assert rows == [1, 0, 1]
         assert tiny.content(handle.result()) == expected
+
+
+def test_what_a_program_was_given_is_never_written_again() -> None:
+    """XLA:CPU may read an argument's memory while the program runs, so each dispatch has arrays of its own."""
+    prompts, params = requests()
+    with tiny.engine() as made:
+        given: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
+        for program in (made.parts.programs.decode, made.parts.programs.prefill):
+
+            def run(weights: Any, pool: Any, batch: Any, plain: Callable[..., Any] = program.run) -> Any:
+                arrays = [x for x in jax.tree.leaves(batch) if x.ndim]
+                given.append((arrays, [x.copy() for x in arrays]))
+                return plain(weights, pool, batch)
+
+            object.__setattr__(program, "run", run)
+        tiny.run(made, prompts, params)
+    assert len(given) > 100
+    for arrays, copies in given:
+        assert all(np.array_equal(array, copy) for array, copy in zip(arrays, copies, strict=True))
