@@ -91,10 +91,10 @@ def products(engine: Engine, num_tokens: int, num_logits: int) -> Callable[[], N
         mixed = q.reshape(t, k.shape[1], -1, d) + (k + v)[:, :, None]
         return mixed.reshape(t, h, d), cache
 
-    def step(weights: Any, tokens: Array, positions: Array) -> Array:
+    def step(weights: Any, tokens: Array, positions: Array) -> tuple[Array, Array | None]:
         model = rebuild(weights)
-        hidden, _ = model(tokens, positions, None, attend)
-        return jnp.argmax(model.logits(hidden[:num_logits]), axis=-1)
+        hidden, _ = model(tokens, positions, None, attend)  # returned, or nothing would have to compute it where there are no logits
+        return hidden, jnp.argmax(model.logits(hidden[:num_logits]), axis=-1) if num_logits else None
 
     tokens = positions = jnp.arange(num_tokens, dtype=jnp.int32)
     is_float32 = parts.fingerprint_facts["dtype"] == "float32"
@@ -102,7 +102,7 @@ def products(engine: Engine, num_tokens: int, num_logits: int) -> Callable[[], N
         compiled = jax.jit(step).lower(weights, tokens, positions).compile()
 
     def work() -> None:
-        np.asarray(compiled(weights, tokens, positions))
+        jax.block_until_ready(compiled(weights, tokens, positions))
 
     work()
     return work
