@@ -75,7 +75,10 @@ def allocate(layout: PoolLayout, mesh: Mesh) -> PoolArrays:
 
 
 def encode(x: Array, layout: PoolLayout) -> Array:
-    """New keys or values as the pool keeps them."""
+    """New keys or values as the pool keeps them. In float16 the nearest finite: infinity would spoil whoever owns the page next."""
+    if layout.dtype == "float16":
+        largest = float(jnp.finfo(jnp.float16).max)
+        x = jnp.clip(x, -largest, largest)
     x = x.astype(layout.dtype)
     return x if layout.storage == layout.dtype else jax.lax.bitcast_convert_type(x, layout.storage)
 

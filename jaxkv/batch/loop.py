@@ -21,16 +21,27 @@ from jaxkv.openai import BodyReader, Endpoint, Frame, ParsedBody, build_answer, 
 from jaxkv.request import Completion
 
 Pending = tuple[RawLine, Request | LineError]
+MAX_PROMPTS = 64  # of one line
 
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A request that the engine has."""
+    """A line that the engine has, with a handle for each of its prompts."""
 
     line: RawLine
     request: Request
     body: ParsedBody
-    handle: BatchHandle
+    handles: list[BatchHandle]
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Those that there are."""
+        return [handle.completion for handle in self.handles if handle.completion is not None]
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for handle in self.handles:
+            handle.cancel()
 
 
 def pending_lines(lines: Iterable[RawLine], finished: Finished) -> Iterator[Pending]:
@@ -53,7 +64,8 @@ class Loop:
     def __init__(self, engine: BatchEngine, config: Config, out: OutputFile, tally: Tally, meter: Meter, num_lines: int) -> None:
         self.window = max(16, 4 * config.scheduler.rows)
         self._engine, self._out, self._tally, self._num_lines = engine, out, tally, num_lines
-        self._reader = BodyReader(engine.tokenizer, engine.model_config.vocab_size, config.request.model_dump(exclude_none=True))
+        defaults = config.request.model_dump(exclude_none=True)
+        self._reader = BodyReader(engine.tokenizer, engine.model_config.vocab_size, defaults, MAX_PROMPTS)
         self._reader.check_defaults()
         self._run_seed, self._model = config.run.seed, served_name(config.model.path)
         self._pace = Pace(meter)
@@ -69,7 +81,7 @@ class Loop:
             if self._pace.is_due():
                 self._show()
         for live in self._live:
-            live.handle.cancel()
+            live.cancel()
         self._show()
 
     def _feed(self, lines: Iterator[Pending]) -> None:
@@ -83,36 +95,51 @@ class Loop:
     def _submit(self, line: RawLine, request: Request) -> None:
         try:
             body = self._reader.read(request.endpoint, request.body, derive_seed(self._run_seed, request.custom_id))
-            handle = self._engine.submit(body.prompts[0], body.params, name=request.custom_id)
+            live = _Live(line, request, body, [])
+            self._submit_prompts(live)
         except RequestError as error:
             self._fail(line, request.custom_id, "invalid_request", error)
             return
         self._tally.unknown.update(body.unknown | request.unknown)
-        self._live.append(_Live(line, request, body, handle))
+        self._live.append(live)
+
+    def _submit_prompts(self, live: _Live) -> None:
+        """All prompts of a line, or none of them."""
+        try:
+            for prompt in live.body.prompts:
+                live.handles.append(self._engine.submit(prompt, live.body.params, name=live.request.custom_id))
+        except RequestError:
+            live.cancel()
+            raise
 
     def _collect(self) -> None:
         """Write a line for each request that has ended."""
         going = []
         for live in self._live:
-            completion = live.handle.completion
-            if completion is None:
-                going.append(live)
-            elif completion.finish_reason in ("stop", "length"):
-                self._answer(live, completion)
-            else:
-                reason = completion.error or f"the engine ended it: {completion.finish_reason}"
+            completions = live.completions
+            broken = [completion for completion in completions if completion.finish_reason not in ("stop", "length")]
+            if broken:
+                live.cancel()
+                reason = broken[0].error or f"the engine ended it: {broken[0].finish_reason}"
                 self._fail(live.line, live.request.custom_id, "engine_error", reason)
+            elif len(completions) < len(live.handles):
+                going.append(live)
+            else:
+                self._answer(live, completions)
         self._live = going
 
-    def _answer(self, live: _Live, completion: Completion) -> None:
+    def _answer(self, live: _Live, completions: list[Completion]) -> None:
         custom_id, ordinal = live.request.custom_id, live.line.ordinal
         kind = "chatcmpl" if live.body.endpoint is Endpoint.CHAT else "cmpl"
         frame = Frame(f"{kind}-{short_id(custom_id, ordinal)}", int(time.time()), self._model, self._engine.system_fingerprint)
-        answer: dict[str, Any] = build_answer(live.body, [completion], frame, self._engine.tokenizer, live.handle.will_truncate_at)
-        self._out.append(answer_line(custom_id, ordinal, answer, [completion.token_ids]))
-        digest = token_digest(completion.token_ids)
-        self._tally.count(Record(custom_id, ordinal, None, digest, completion.prompt_tokens, len(completion.token_ids)))
-        self._tally.time(completion)
+        truncates_at = min((handle.will_truncate_at for handle in live.handles if handle.will_truncate_at is not None), default=None)
+        answer: dict[str, Any] = build_answer(live.body, completions, frame, self._engine.tokenizer, truncates_at)
+        token_ids = [token_id for completion in completions for token_id in completion.token_ids]
+        self._out.append(answer_line(custom_id, ordinal, answer, [completion.token_ids for completion in completions]))
+        usage = answer["usage"]
+        self._tally.count(Record(custom_id, ordinal, None, token_digest(token_ids), usage["prompt_tokens"], usage["completion_tokens"]))
+        for completion in completions:
+            self._tally.time(completion)
 
     def _fail(self, line: RawLine, custom_id: str | None, code: str, error: JaxkvError | str) -> None:
         self._out.append(error_line(custom_id, line.ordinal, line.where, code, error))

@@ -24,10 +24,14 @@ class Frame:
 def build_answer(
     body: ParsedBody, completions: Sequence[Completion], frame: Frame, tokenizer: Tokenizer | None, truncates_at: int | None = None
 ) -> dict[str, Any]:
-    """The whole answer, one choice per completion. `truncates_at`: the number of tokens at which the pool ends it, where it might."""
+    """The whole answer, one choice per completion, those of the first prompt first.
+
+    `truncates_at`: the number of tokens at which the pool ends it, where it might.
+    """
     is_chat = body.endpoint is Endpoint.CHAT
     build_choice = _chat_choice if is_chat else _text_choice
-    prompt_tokens = completions[0].prompt_tokens
+    choices_per_prompt = len(completions) // len(body.prompts)
+    prompt_tokens = sum(completion.prompt_tokens for completion in completions[::choices_per_prompt])
     completion_tokens = sum(len(completion.token_ids) for completion in completions)
     answer = {
         "id": frame.id,

@@ -52,3 +52,8 @@ def test_a_cell_gives_back_the_value_rounded_once(dtype: str, storage: str) -> N
 
 def test_one_in_bfloat16_is_the_word_3f80() -> None:
     assert int(encode(jnp.ones((1, 1, 1)), layout("bfloat16", "uint16"))[0, 0, 0]) == 0x3F80
+
+
+def test_a_float16_cell_never_becomes_infinite() -> None:
+    kept = decode(encode(jnp.array([1e6, -1e6, 3.0]), layout("float16")), layout("float16"))
+    assert kept.tolist() == [65504.0, -65504.0, 3.0]

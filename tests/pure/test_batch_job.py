@@ -32,6 +32,24 @@ def test_every_line_gets_an_answer_in_the_batch_format(tmp_path: Path) -> None:
     assert a["response"]["body"]["seed"] == 11381658363930578919
 
 
+def test_a_list_of_prompts_gets_a_choice_for_each(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("two", max_tokens=3) | {"body": {"prompt": ["hi", "yo!"], "max_tokens": 3}})
+    ran = run(tmp_path, make=lambda: FakeEngine(answers={"hi": "abcdef", "yo!": "ghijkl"}))
+    body = ran.by_id["two"]["response"]["body"]
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "abc"), (1, "ghi")]
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+    assert (ran.summary["prompt_tokens"], ran.summary["generated_tokens"], ran.summary["num_completed"]) == (5, 6, 1)
+
+
+def test_one_refused_prompt_of_a_list_makes_the_line_an_error_and_leaves_nothing_running(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", {**line("two"), "body": {"prompt": ["hi", "x" * 500]}}, line("one"))
+    ran = run(tmp_path, make=lambda: FakeEngine(capacity=100))
+    assert ran.code == 3
+    assert [entry[:2] for entry in ran.errors] == [("two", "invalid_request")]
+    assert ran.texts.keys() == {"one"}
+    assert ran.engines[0].is_idle
+
+
 def test_bad_lines_become_error_lines_and_the_job_goes_on(tmp_path: Path) -> None:
     write(
         tmp_path / "in.jsonl",
