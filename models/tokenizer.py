@@ -1,6 +1,7 @@
 """Text to token ids and back: the protocol, the incremental decoder, and a tokenizer of bytes for tests. Knows no file format."""
 
 import codecs
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,6 +21,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def is_special(self, token_id: int) -> bool: ...
+    def sha256(self) -> str: ...
     def stream(self, skip_special_tokens: bool = True) -> "TextStream": ...
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Any = None, **kwargs: Any
@@ -108,6 +110,10 @@ class ByteTokenizer(TokenizerBase):
     @property
     def vocab_size(self) -> int:
         return 256 + len(self._special)
+
+    def sha256(self) -> str:
+        """The identity of this tokenizer: its special tokens are all that can differ."""
+        return hashlib.sha256("\n".join(self._special).encode()).hexdigest()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = []

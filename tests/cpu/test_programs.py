@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from jaxkv.programs import (
     example_batches,
     jit_recipe,
     step_recipes,
+    take_apart,
     transfer_recipes,
 )
 from jaxkv.transfer import host_sharding
@@ -69,7 +69,7 @@ def test_no_program_needs_more_memory_for_a_larger_pool(compiled: dict[int, dict
 
 def test_the_pool_is_donated_and_updated_in_place(checkpoint: Checkpoint, compiled: dict[int, dict[str, Program]]) -> None:
     shape = layout(dtype_of(checkpoint), LARGE)
-    weights, pool = nnx.state(checkpoint.model), allocate(shape, one_device())
+    weights, pool = take_apart(checkpoint.model)[0], allocate(shape, one_device())
     decode, prefill = example_batches(SHAPES, shape)
     moved = [(jnp.ones((4, *shape.page_shape), shape.storage),) * 2 for _ in range(3)]
     ids = np.array([1, 2, 3, LARGE + 1], np.int32)
