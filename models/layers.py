@@ -150,12 +150,9 @@ def rope_frequencies(rope: Rope, dim: int) -> np.ndarray:
 
 
 def rope_angles(positions: Int[Array, " t"], frequencies: np.ndarray) -> tuple[Float[Array, "t r"], Float[Array, "t r"]]:
-    """Cosine and sine of every position's angles, float32, computed once and used by all layers.
-
-    The barrier keeps them so: without it XLA:CPU fuses the cosines into every layer and computes them again for every head.
-    """
+    """Cosine and sine of every position's angles, float32, used by all layers."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
-    return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: Float[Array, "t n d"], cos: Float[Array, "t r"], sin: Float[Array, "t r"]) -> Float[Array, "t n d"]:
