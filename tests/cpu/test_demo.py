@@ -164,7 +164,7 @@ def test_an_interrupt_while_programs_are_compiled_ends_with_130(tmp_path: Path) 
             assert run.poll() is None
         time.sleep(1.5)
         code: int | None = None
-        for _ in range(60):  # Python drops an interrupt that falls into a callback out of XLA: a person presses the keys again
+        for _ in range(60):  # one was seen to be lost once, and the demo ran to its end; why is not known
             run.send_signal(signal.SIGINT)
             try:
                 code = run.wait(1)
