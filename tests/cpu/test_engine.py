@@ -227,7 +227,7 @@ def test_after_a_step_that_broke_off_the_engine_can_only_be_closed(phase: str) -
     made = Engine(tiny.config(debug__park_every=3))
     handle = made.submit(tiny.prompt(8), GREEDY)
     tiny.step_to(made, handle, 2)
-    owner = made._rows if phase == "decode_batch" else made.scheduler
+    owner = made.rows if phase == "decode_batch" else made.scheduler
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

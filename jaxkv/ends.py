@@ -1,0 +1,32 @@
+"""How a sequence leaves an engine, whatever the reason. Owns nothing; knows no step."""
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxkv.engine import Engine
+
+
+def fail(engine: "Engine", seq_id: int, reason: str) -> None:
+    """End a sequence with an error; nothing happens when it has ended."""
+    if seq_id in engine.sequences:
+        engine.scheduler.fail(seq_id, reason)
+        end(engine, seq_id, "error", reason)
+
+
+def end(engine: "Engine", seq_id: int, reason: str, error: str | None = None) -> None:
+    """The one place where a sequence leaves; the scheduler has ended it already."""
+    sequence, now, stats = engine.sequences.pop(seq_id), time.perf_counter(), engine.stats
+    if sequence.paused_s is not None:
+        stats.pause_s.append(sequence.resume(now))
+    sequence.handle.completion = sequence.complete(now, reason, error)
+    engine.parts.transfer.discard(seq_id)
+    engine.scheduler.forget(seq_id)
+    stats.e2e_s.append(now - sequence.submitted_s)
+    if error is not None:
+        stats.num_failed += 1
+    elif reason == "cancelled":
+        stats.num_cancelled += 1
+    else:
+        stats.num_completed += 1
+    engine.observers.tell("on_end", engine, sequence, reason, error, now)

@@ -1,0 +1,167 @@
+"""What one step of an engine does, phase by phase: land, plan, move, dispatch, collect. Owns nothing; all it works on is the engine's.
+
+Plans go from the scheduler to the transfer and the programs, tokens from the programs to their sequences.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from jaxkv.ends import end, fail
+from jaxkv.guard import RecompileError
+from jaxkv.live import Live
+from jaxkv.samples import Samples
+from jaxkv.sampling import Sampled
+from jaxkv.scheduler import Chunk, Outcome, Plan, State
+
+if TYPE_CHECKING:
+    from jaxkv.engine import Engine
+
+
+def take_step(engine: "Engine") -> Plan:
+    """One turn; returns the plan that it carried out."""
+    phases = engine.phases
+    with engine.guard, phases.step(engine.stats.num_steps):
+        with phases("land"):
+            land(engine)
+        with phases("plan"):
+            plan = make_plan(engine)
+        with phases("move"):
+            move(engine, plan)
+        prefilled, decoded = dispatch(engine, plan)
+        with phases("collect"):
+            collect(engine, plan, prefilled, decoded)
+    return plan
+
+
+def land(engine: "Engine") -> None:
+    """Tell the scheduler which copies arrived; polled every turn, also when no batch runs."""
+    engine.num_polls += 1
+    landed = engine.parts.transfer.poll(engine.num_polls)
+    if not (landed.parked or landed.restored or landed.failed):
+        return
+    now = time.perf_counter()
+    engine.scheduler.commit(Outcome(parked=tuple(landed.parked), restored=tuple(landed.restored)), now)
+    engine.observers.tell("on_landed", engine, landed, now)
+    for chunk, reason in landed.failed:
+        fail(engine, chunk.seq_id, reason)
+    for chunk in landed.restored:
+        resume(engine, chunk.seq_id, now)
+
+
+def resume(engine: "Engine", seq_id: int, now: float) -> None:
+    """If it is back at work, its pause is over and its image is no longer needed."""
+    sequence = engine.live(seq_id)
+    is_back = sequence is not None and engine.scheduler.state(seq_id) in (State.PREFILLING, State.DECODING)
+    if is_back and sequence is not None and sequence.paused_s is not None:
+        engine.stats.pause_s.append(sequence.resume(now))
+        engine.parts.transfer.discard(seq_id)
+
+
+def make_plan(engine: "Engine") -> Plan:
+    """What this step does, and what it begins and ends for each sequence."""
+    plan = engine.scheduler.plan(time.perf_counter(), engine.parts.transfer.free_chunks)
+    engine.observers.tell("on_plan", engine, plan, time.perf_counter())
+    take_note(engine, plan)
+    return plan
+
+
+def take_note(engine: "Engine", plan: Plan) -> None:
+    """Pauses begin with the plan; a sequence that had nothing to copy is back at once; one that cannot go on ends here."""
+    now = time.perf_counter()
+    for note in plan.notes:
+        if note.kind == "park":
+            engine.sequences[note.seq_id].pause(now)
+        elif note.kind == "restore":
+            resume(engine, note.seq_id, now)
+        elif note.kind == "over_budget":
+            end(engine, note.seq_id, "error", note.reason)
+
+
+def move(engine: "Engine", plan: Plan) -> None:
+    """Issue this step's copies; nothing is waited for. A chunk that did not leave has landed as far as the scheduler is concerned."""
+    dropped: list[Chunk] = []
+    transfer = engine.parts.transfer
+    for send, chunks in ((transfer.park, plan.park), (transfer.restore, plan.restore)):
+        for chunk in chunks:
+            try:
+                if chunk.seq_id in engine.sequences:
+                    send(chunk, engine.num_polls)
+                    continue
+            except RecompileError:
+                raise
+            except Exception as error:
+                fail(engine, chunk.seq_id, f"its pages could not be moved: {error}")
+            dropped.append(chunk)
+    if dropped:
+        engine.scheduler.commit(Outcome(parked=tuple(dropped)), time.perf_counter())
+
+
+def dispatch(engine: "Engine", plan: Plan) -> tuple[Sampled | None, Sampled | None]:
+    """Run the prompt chunk, then the decode step; the device does them in this order."""
+    parts, prefilled, decoded = engine.parts, None, None
+    engine.rows.update(plan.tables)
+    if plan.prefill is not None:
+        with engine.phases("prefill"):
+            batch = engine.rows.prefill_batch(plan.prefill, engine.sequences[plan.prefill.seq_id])
+            parts.pool.arrays, prefilled = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
+    if plan.decode:
+        with engine.phases("decode"):
+            rows = engine.rows.decode_batch(plan.decode, engine.sequences)
+            parts.pool.arrays, decoded = parts.programs.decode.run(parts.weights, parts.pool.arrays, rows)
+        engine.stats.num_decode_steps += 1
+        engine.stats.num_busy_rows += len(plan.decode)
+    return prefilled, decoded
+
+
+def collect(engine: "Engine", plan: Plan, prefilled: Sampled | None, decoded: Sampled | None) -> None:
+    """Wait for the tokens, hand them to their sequences, tell the scheduler."""
+    finished: dict[int, str] = {}
+    failed: dict[int, str] = {}
+    samples = None if decoded is None else Samples(decoded)
+    for chunk, reason in engine.parts.transfer.verify():
+        fail(engine, chunk.seq_id, reason)
+    if plan.prefill is not None and plan.prefill.is_last and prefilled is not None:
+        accept(engine, plan.prefill.seq_id, 0, Samples(prefilled), finished, failed)
+    if samples is not None:
+        for entry in plan.decode:
+            accept(engine, entry.seq_id, entry.row, samples, finished, failed)
+    if plan.prefill is None and not plan.decode:
+        return
+    present = tuple(entry.seq_id for entry in plan.decode if entry.seq_id in engine.sequences)
+    engine.scheduler.commit(Outcome(prefilled=plan.prefill, decoded=present, finished=finished), time.perf_counter())
+    for seq_id, reason in failed.items():
+        fail(engine, seq_id, reason)
+    for seq_id, reason in finished.items():
+        if seq_id in engine.sequences:
+            end(engine, seq_id, reason)
+
+
+def accept(engine: "Engine", seq_id: int, row: int, samples: Samples, finished: dict[int, str], failed: dict[int, str]) -> None:
+    """One token for one sequence. What goes wrong here is that sequence's alone."""
+    sequence, now = engine.live(seq_id), time.perf_counter()
+    if sequence is None:
+        return
+    try:
+        token_id = int(samples.token[row])
+        reason = sequence.output.accept(token_id, samples.logprobs(row, sequence.params.logprobs))
+        count_token(engine, sequence, now)
+        if sequence.on_token is not None:
+            sequence.on_token(sequence.handle, token_id)
+    except Exception as error:
+        failed[seq_id] = f"the token could not be taken: {type(error).__name__}: {error}"
+        return
+    if reason is not None:
+        finished[seq_id] = reason
+
+
+def count_token(engine: "Engine", sequence: Live, now: float) -> None:
+    """Its times and gaps, for the figures."""
+    stats = engine.stats
+    stats.generated_tokens += 1
+    stats.last_token_s = now
+    if sequence.first_token_s is None:
+        sequence.first_token_s = now
+        stats.ttft_s.append(now - sequence.submitted_s)
+    elif sequence.last_token_s is not None:
+        stats.token_gap_s.append(now - sequence.last_token_s)
+    sequence.last_token_s = now
