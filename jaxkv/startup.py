@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv.config import Config, available_memory_bytes, resolve_host_budget
+from jaxkv.config import Config, available_memory_bytes, resolve_host_budget, scheduler_config
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.fingerprint import fingerprint, fingerprint_facts
@@ -90,7 +90,9 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         pool=pool,
         transfer=transfer,
         host=host,
-        scheduler_config=scheduler_config(config, layout, shapes, transfer, budget, hold=not staged),
+        scheduler_config=scheduler_config(
+            config, num_pages=layout.num_pages, max_len=shapes.max_len, chunk_bytes=transfer.chunk_bytes, budget=budget, hold=not staged
+        ),
         fingerprint_facts=facts,
         fingerprint=fingerprint(facts),
         messages=[m for m in (banner(info, mesh, layout, dtype, transfer), clamped, blocking_message(config, host)) if m],
@@ -228,32 +230,6 @@ def banner(info: CheckpointInfo, mesh: Mesh, layout: PoolLayout, dtype: str, tra
     return (
         f"{info.config.model_type} in {dtype} on {mesh.size} x {device.device_kind}; pool of {layout.num_tokens} tokens "
         f"({layout.num_pages} pages of {layout.page_size}, {layout.num_bytes / MIB:.0f} MiB); parked images go to {kinds} memory"
-    )
-
-
-def scheduler_config(
-    config: Config, layout: PoolLayout, shapes: Shapes, transfer: Transfer, budget: int | None, *, hold: bool
-) -> SchedulerConfig:
-    """The scheduler's own settings: integers and names only."""
-    s = config.scheduler
-    return SchedulerConfig(
-        rows=s.rows,
-        num_pages=layout.num_pages,
-        page_size=layout.page_size,
-        prefill_chunk=s.prefill_chunk,
-        max_len=shapes.max_len,
-        chunk_pages=config.transfer.chunk_pages,
-        chunk_bytes=transfer.chunk_bytes,
-        chunks_per_step=config.transfer.chunks_per_step,
-        host_budget_bytes=budget,
-        margin_steps=s.margin_steps,
-        starve_after=s.starve_after,
-        victim=s.victim,
-        resume=s.resume,
-        hold=hold,
-        planner=config.debug.planner,
-        park_every=config.debug.park_every,
-        park_seed=config.debug.park_seed,
     )
 
 

@@ -1,0 +1,28 @@
+"""A configuration as the scheduler's own settings, for the engine and for the simulator alike. Knows no array, no device."""
+
+from jaxkv.config.sections import Config
+from jaxkv.scheduler.plan import SchedulerConfig
+
+
+def scheduler_config(config: Config, *, num_pages: int, max_len: int, chunk_bytes: int, budget: int | None, hold: bool) -> SchedulerConfig:
+    """Integers and names only: what the configuration says, and what only the caller knows."""
+    s = config.scheduler
+    return SchedulerConfig(
+        rows=s.rows,
+        num_pages=num_pages,
+        page_size=config.pool.page_size,
+        prefill_chunk=s.prefill_chunk,
+        max_len=max_len,
+        chunk_pages=config.transfer.chunk_pages,
+        chunk_bytes=chunk_bytes,
+        chunks_per_step=config.transfer.chunks_per_step,
+        host_budget_bytes=budget,
+        margin_steps=s.margin_steps,
+        starve_after=s.starve_after,
+        victim=s.victim,
+        resume=s.resume,
+        hold=hold,
+        planner=config.debug.planner,
+        park_every=config.debug.park_every,
+        park_seed=config.debug.park_seed,
+    )
