@@ -4,7 +4,15 @@ import math
 from collections.abc import Collection, Sequence
 
 from jaxkv.errors import RequestError
-from jaxkv.request import MAX_LOGIT_BIAS, MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY, SamplingParams
+from jaxkv.request import (
+    MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
+    MIN_PRIORITY,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
 from jaxkv.sampling import MAX_BANNED
 
 # What each number may be, so that no arithmetic of the sampler overflows or turns into NaN.
@@ -17,6 +25,7 @@ _RANGES = {
     "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "top_k": (0, 2**31 - 1),
     "seed": (0, 2**64 - 1),
+    "priority": (MIN_PRIORITY, MAX_PRIORITY),
 }
 
 
@@ -33,6 +42,8 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int
     for name, (low, high) in _RANGES.items():
         if not low <= (value := getattr(params, name)) <= high:  # a NaN is in no range
             raise RequestError(f"{name}: got {value}, allowed: {low} to {high}", name)
+    if isinstance(params.priority, bool) or not isinstance(params.priority, int):
+        raise RequestError(f"priority: got {params.priority!r}, allowed: a whole number, lower is served first", "priority")
     if len(params.logit_bias) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias: got {len(params.logit_bias)} entries, allowed: at most {MAX_LOGIT_BIAS}", "logit_bias")
     if bad := [token for token in params.logit_bias if not 0 <= token < vocab_size]:

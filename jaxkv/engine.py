@@ -16,7 +16,6 @@ from jaxkv.config import Config
 from jaxkv.ends import end
 from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.guard import CompileGuard
-from jaxkv.interrupt import check_interrupt
 from jaxkv.live import Handle, Live, OnToken, RequestStats
 from jaxkv.observe.log import LogObserver, tell_stages
 from jaxkv.observe.observers import Observers
@@ -133,7 +132,7 @@ class Engine:
         banned = check_request(prompt, params, self.model_config.vocab_size, self.parts.checkpoint.eos_ids)
         seq_id, now = self._num_submitted, time.perf_counter()
         try:
-            limit = self.scheduler.add(seq_id, len(prompt), params.max_tokens, now)
+            limit = self.scheduler.add(seq_id, len(prompt), params.max_tokens, now, priority=params.priority)
         except DoesNotFit as error:
             raise RequestError(str(error), "prompt") from error
         self._num_submitted += 1
@@ -192,7 +191,6 @@ class Engine:
         page can be trusted: after it the engine can only be closed.
         """
         self._check_open()
-        check_interrupt()
         if self._unfinished is not None:
             raise JaxkvError(self._unfinished)
         self._unfinished = "a step is being taken; a callback may not take another"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 
@@ -31,6 +32,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    priority: int = 0  # lower is served first, and may have others parked; no answer depends on it
 
 
 @dataclass(frozen=True, slots=True)

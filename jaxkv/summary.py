@@ -60,6 +60,8 @@ def pressure_numbers(engine: "Engine") -> dict[str, Any]:
         "num_parks": counters.num_parks,
         "num_parks_forced": counters.num_parks_forced,
         "num_parks_pressure": counters.num_parks_pressure,
+        "num_parks_priority": counters.num_parks_priority,
+        "num_rotations": counters.num_rotations,
         "num_parks_refused": counters.num_parks_refused,
         "num_restores": counters.num_restores,
         "num_last_resorts": counters.num_last_resorts,

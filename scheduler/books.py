@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from jaxkv.scheduler.ledger import HostLedger, PageLedger
+from jaxkv.scheduler.lines import Line
 from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Plan, PrefillChunk, SchedulerConfig, TableUpdate
 from jaxkv.scheduler.sequence import Sequence, State
 
@@ -34,6 +35,8 @@ class Counters:
     num_parks: int = 0
     num_parks_forced: int = 0
     num_parks_pressure: int = 0
+    num_parks_priority: int = 0  # for one of a more urgent priority that stood first in the line
+    num_rotations: int = 0  # for the head, which had waited long
     num_parks_refused: int = 0
     num_last_resorts: int = 0
     num_restores: int = 0
@@ -78,21 +81,22 @@ class Books:
         self.sequences: dict[int, Sequence] = {}
         self.residents: list[Sequence] = []  # those that own a row, oldest first
         self.free_rows = list(range(config.rows))  # a heap
-        self.waiting: deque[Sequence] = deque()  # those that ended meanwhile are dropped when they reach the front
-        self.parked: deque[Sequence] = deque()  # PARKING and PARKED, in the order they left; ended ones likewise
+        self.waiting = Line()
+        self.parked = Line()  # PARKING and PARKED
         self.to_park: deque[Sequence] = deque()  # those with park chunks to dispatch
         self.to_restore: deque[Sequence] = deque()
         self.flights: dict[tuple[int, int, int], Flight] = {}  # by sequence, epoch and index
 
     @property
     def leader(self) -> Sequence | None:
-        """The resident with the most tokens; of equals the older."""
-        return max(self.residents, key=lambda seq: seq.num_cells, default=None)
+        """The resident with the most tokens among the most urgent; of equals the older."""
+        return max(self.residents, key=lambda seq: (-seq.priority, seq.num_cells), default=None)
 
     @property
     def next_to_prefill(self) -> Sequence | None:
-        """The one whose chunk comes next: the oldest that is still prefilling."""
-        return next((seq for seq in self.residents if seq.state is State.PREFILLING), None)
+        """The one whose chunk comes next: the most urgent that is still prefilling, and of these the oldest."""
+        prefilling = (seq for seq in self.residents if seq.state is State.PREFILLING)
+        return min(prefilling, key=lambda seq: seq.priority, default=None)
 
     def enter_row(self, seq: Sequence) -> int:
         """Give it the lowest free row."""

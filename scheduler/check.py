@@ -51,7 +51,9 @@ def check_parks(books: Books, live: list[Sequence]) -> None:
     counters = books.counters
     away = sum(seq.state in AWAY for seq in live)
     assert counters.num_parks == counters.num_restores + counters.num_ended_parked + away, f"{counters} and {away} away"
-    in_line = [seq for seq in (*books.parked, *books.waiting) if not seq.is_over]
+    causes = (counters.num_parks_forced, counters.num_parks_pressure, counters.num_parks_priority, counters.num_last_resorts)
+    assert counters.num_parks == sum(causes) + counters.num_rotations, f"a park without a cause: {counters}"
+    in_line = [*books.parked, *books.waiting]
     expected = [seq for seq in live if seq.state in (State.WAITING, State.PARKING, State.PARKED)]
     assert {seq.seq_id for seq in in_line} == {seq.seq_id for seq in expected} and len(in_line) == len(expected), "the lines are wrong"
 

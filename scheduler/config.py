@@ -3,26 +3,30 @@
 from collections.abc import Collection
 
 from jaxkv.scheduler.plan import SchedulerConfig
-from jaxkv.scheduler.policies import VICTIMS
+from jaxkv.scheduler.policies import RETURNS, VICTIMS
 
-RESUMES = ("head",)
+ADMISSIONS = ("optimistic", "reserve")
+ROTATIONS = ("shifted", "any", "none")
 
 
 def validate(config: SchedulerConfig) -> None:
     """ValueError for a size that cannot work or a policy that does not exist."""
     for name in ("rows", "num_pages", "page_size", "prefill_chunk", "max_len", "chunk_pages", "chunks_per_step"):
         _at_least(config, name, 1)
-    for name in ("chunk_bytes", "margin_steps", "starve_after", "park_every"):
+    for name in ("chunk_bytes", "margin_steps", "starve_after", "park_every", "rotate_after_s"):
         _at_least(config, name, 0)
-    if config.host_budget_bytes is not None:
-        _at_least(config, "host_budget_bytes", 0)
+    for name in ("host_budget_bytes", "max_bypass"):
+        if getattr(config, name) is not None:
+            _at_least(config, name, 0)
     _one_of("victim", config.victim, VICTIMS)
-    _one_of("resume", config.resume, RESUMES)
+    _one_of("resume", config.resume, RETURNS)
+    _one_of("admission", config.admission, ADMISSIONS)
+    _one_of("rotate", config.rotate, ROTATIONS)
 
 
 def _at_least(config: SchedulerConfig, name: str, least: int) -> None:
     value = getattr(config, name)
-    if value < least:
+    if not value >= least:  # a NaN is not
         raise ValueError(f"scheduler setting {name} is {value}, but must be at least {least}")
 
 

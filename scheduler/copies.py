@@ -19,6 +19,12 @@ def image_size(books: Books, seq: Sequence) -> tuple[int, int, int]:
     return num_pages, num_chunks, num_chunks * books.config.chunk_bytes
 
 
+def has_room(books: Books, residents: list[Sequence]) -> bool:
+    """Whether the host budget holds the images of all of them, beside those it holds now."""
+    sizes = [image_size(books, seq) for seq in residents]
+    return books.host.has_room(sum(size[1] for size in sizes), sum(size[2] for size in sizes))
+
+
 def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     """Send a resident away, or leave all as it was and say False when its image does not fit the host budget."""
     num_pages, num_chunks, num_bytes = image_size(books, seq)
@@ -35,7 +41,8 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     seq.state = State.PARKING if num_chunks else State.PARKED
     seq.num_parks += 1
     seq.parked_since = turn.now
-    seq.park_asked = seq.was_refused = False
+    seq.park_asked = seq.was_refused = seq.has_way = seq.way_refused = False
+    seq.num_bypassed = 0
     books.parked.append(seq)
     if num_chunks:
         books.to_park.append(seq)

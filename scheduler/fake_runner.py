@@ -162,9 +162,9 @@ class FakeLoop:
         self.num_steps = 0
         self.num_idle_steps = 0  # in a row, with work but without a chunk or a token
 
-    def add(self, seq_id: int, prompt_len: int, max_new: int | None, stops_after: int | None = None) -> int:
+    def add(self, seq_id: int, prompt_len: int, max_new: int | None, stops_after: int | None = None, *, priority: int = 0) -> int:
         """Add a sequence; it stops by itself after `stops_after` tokens, if its limit lets it."""
-        limit = self.scheduler.add(seq_id, prompt_len, max_new, float(self.num_steps))
+        limit = self.scheduler.add(seq_id, prompt_len, max_new, float(self.num_steps), priority=priority)
         self.runner.start(seq_id)
         self.tokens[seq_id] = 0
         self.limits[seq_id] = limit

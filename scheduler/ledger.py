@@ -67,9 +67,13 @@ class HostLedger:
         self.held = 0
         self.peak = 0
 
+    def has_room(self, num_chunks: int, num_bytes: int) -> bool:
+        """Whether images of so many chunks may be held beside what is held now."""
+        return not num_chunks or self.budget is None or (self.budget > 0 and self.held + num_bytes <= self.budget)
+
     def reserve(self, num_chunks: int, num_bytes: int) -> bool:
         """Take bytes for an image of so many chunks, or take nothing and say False."""
-        if num_chunks and self.budget is not None and (self.budget == 0 or self.held + num_bytes > self.budget):
+        if not self.has_room(num_chunks, num_bytes):
             return False
         self.held += num_bytes
         self.peak = max(self.peak, self.held)

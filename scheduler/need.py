@@ -61,9 +61,13 @@ def step_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
 
 
 def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
-    """Pages to be had before it, or anyone beside it, is let in: what it holds, its remaining prompt, one token and the margin."""
+    """Pages to be had before it, or anyone beside it, is let in: what it holds, its remaining prompt, one token and the margin.
+
+    With admission `reserve` that is all it may ever need.
+    """
     num_cells = max(seq.num_cells, seq.prompt_len) + 1 + margin
-    return pages_for(min(num_cells, most_cells(seq)), config.page_size)
+    most = most_cells(seq)
+    return pages_for(most if config.admission == "reserve" else min(num_cells, most), config.page_size)
 
 
 def missing_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:

@@ -27,6 +27,10 @@ class SchedulerConfig:
     starve_after: int = 3
     victim: str = "smallest"
     resume: str = "head"
+    max_bypass: int | None = None  # how many may pass the first in line; None: any number
+    admission: str = "optimistic"  # reserve: whoever comes in finds room for all it may ever need, and nobody is parked
+    rotate: str = "shifted"  # whom a head that has waited long may replace: any, none, or those that shifted their context
+    rotate_after_s: float = 2.0
     hold: bool = False  # pages of a parked chunk come back when its copy is done, not when it is dispatched
     planner: bool = True
     park_every: int = 0

@@ -1,33 +1,41 @@
-"""Who comes back and who comes in: one line, the parked before the waiting, and nobody passes its head.
+"""Who comes back and who comes in: one line, by priority, the parked before the waiting; the return policy says who of it is next.
 
 One gate for all: pages for what each holds, its remaining prompt, one token and the margin, for the newcomer and for every resident. With
 `hold`, where room is made `margin_steps` early, the gate stands as much higher: the distance between the two is what prevents flapping.
 """
 
-from collections import deque
+from collections.abc import Iterator
+from itertools import chain, islice
 
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.copies import dispatch_restores, start_restore
 from jaxkv.scheduler.need import gate_pages, step_pages
 from jaxkv.scheduler.plan import Note, TableUpdate
+from jaxkv.scheduler.policies import RETURNS, Applicant
 from jaxkv.scheduler.sequence import Sequence, State
+
+LOOK_AHEAD = 32  # new ones that a policy may choose from: a plan does not walk the whole waiting line
 
 
 def let_in(books: Books, turn: Turn) -> None:
-    """Start returns and admissions from the head of the line for as long as the head fits."""
+    """Start returns and admissions, for as long as the policy finds one that fits."""
     dispatch_restores(books, turn)
-    margin = books.config.margin_steps * (2 if books.config.hold else 1)
+    margin = gate_margin(books)
     spare: int | None = None
-    while (line := front(books)) and is_ready(books, turn, line[0]):
+    while books.free_rows and (head := first_in_line(books)):
         spare = spare_pages(books, margin) if spare is None else spare
-        seq = line[0]
-        own_margin = margin if books.residents else 0
-        if gate_pages(books.config, seq, own_margin) > spare:
+        seq = choose(books, turn, head, spare)
+        if seq is None:
             return
-        line.popleft()
+        head.num_bypassed += seq is not head
         enter(books, turn, seq)
         spare -= gate_pages(books.config, seq, margin)
         dispatch_restores(books, turn)
+
+
+def gate_margin(books: Books) -> int:
+    """Tokens that every resident must have room for before anyone is let in."""
+    return books.config.margin_steps * (2 if books.config.hold else 1)
 
 
 def spare_pages(books: Books, margin: int) -> int:
@@ -36,27 +44,46 @@ def spare_pages(books: Books, margin: int) -> int:
     return books.pages.num_free - promised
 
 
-def front(books: Books) -> deque[Sequence] | None:
-    """The line whose first is the head: parked before waiting. Those that ended in the line are dropped here."""
-    for line in (books.parked, books.waiting):
-        while line and line[0].is_over:
-            line.popleft()
-        if line:
-            return line
-    return None
+def first_in_line(books: Books) -> Sequence | None:
+    """The head, or who takes its place: the most urgent of both lines, the parked before the waiting."""
+    parked, waiting = books.parked.first, books.waiting.first
+    if parked is None or (waiting is not None and waiting.priority < parked.priority):
+        return waiting
+    return parked
 
 
-def is_ready(books: Books, turn: Turn, seq: Sequence) -> bool:
-    """Whether all but pages is there: a row, its whole image, a chunk to send."""
-    has_chunk = turn.chunks_left > 0 or not seq.image_pages
-    return bool(books.free_rows) and seq.state is not State.PARKING and has_chunk
+def choose(books: Books, turn: Turn, head: Sequence, spare: int) -> Sequence | None:
+    """Whom the policy lets in now. Nobody passes a head that others left for, or that was passed often enough."""
+    most = books.config.max_bypass
+    is_alone = head.has_way or (most is not None and head.num_bypassed >= most)
+    line = iter((head,)) if is_alone else equals(books, head)
+    chosen = RETURNS[books.config.resume](applicant(books, turn, seq, spare) for seq in line)
+    return None if chosen is None else books.sequences[chosen.seq_id]
+
+
+def equals(books: Books, head: Sequence) -> Iterator[Sequence]:
+    """The head and those behind it of the same priority, as far as a plan looks."""
+    return chain(books.parked.equals(head.priority), islice(books.waiting.equals(head.priority), LOOK_AHEAD))
+
+
+def applicant(books: Books, turn: Turn, seq: Sequence, spare: int) -> Applicant:
+    """The picture of one in the line. It fits if its pages are there, its whole image is, and a chunk may be sent."""
+    num_pages = gate_pages(books.config, seq, gate_margin(books) if books.residents else 0)
+    is_ready = seq.state is not State.PARKING and (turn.chunks_left > 0 or not seq.image_pages)
+    since = seq.added_at if seq.parked_since is None else seq.parked_since
+    return Applicant(
+        seq.seq_id, seq.num_cells, num_pages, seq.order, seq.num_parks, seq.priority, seq.limit - seq.num_generated, turn.now - since,
+        fits=is_ready and num_pages <= spare,
+    )  # fmt: skip
 
 
 def enter(books: Books, turn: Turn, seq: Sequence) -> None:
     """Give it a row and, all at once, the pages of its image and of its next step: its first progress needs nothing more."""
     is_new = seq.state is State.WAITING
+    (books.waiting if is_new else books.parked).remove(seq)
     row = books.enter_row(seq)
     seq.pages = books.pages.take(seq.seq_id, step_pages(books.config, seq))
+    seq.entered_at, seq.has_way = turn.now, False
     turn.tables.append(TableUpdate(row, 0, tuple(seq.pages)))
     turn.notes.append(Note("admit" if is_new else "restore", seq.seq_id, "", seq.num_cells, len(seq.pages), seq.image_bytes))
     if is_new:

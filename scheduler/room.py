@@ -6,10 +6,10 @@ Pages on their way out count as room: those of sequences that are leaving, and o
 from jaxkv.scheduler import policies
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.build import grow
-from jaxkv.scheduler.copies import dispatch_parks, image_size, start_park
+from jaxkv.scheduler.copies import dispatch_parks, has_room, image_size, start_park
 from jaxkv.scheduler.need import chunk_len, missing_pages
 from jaxkv.scheduler.plan import Note
-from jaxkv.scheduler.policies import Candidate, Policy
+from jaxkv.scheduler.policies import Candidate, VictimPolicy
 from jaxkv.scheduler.sequence import RUNNING, Sequence, State
 
 
@@ -36,25 +36,31 @@ def last_resort(books: Books, turn: Turn) -> None:
     dispatch_parks(books, turn)
 
 
-def press(books: Books, turn: Turn, cause: str, pick: Policy, margin: int = 0) -> bool:
+def press(books: Books, turn: Turn, cause: str, pick: VictimPolicy, margin: int = 0) -> bool:
     """Park until free and leaving pages cover the step's need; True if they do in the end."""
     candidates: list[Candidate] | None = None
-    while shortage(books, margin) > num_leaving(books):
+    while (short := shortage(books, margin)) > 0 and short > num_leaving(books):
         if candidates is None:
             candidates = list_candidates(books)
         if not candidates:
             return False
         victim = pick(policies.spare_the_starved(candidates, books.config.starve_after))
-        candidates.remove(victim)
-        park_victim(books, turn, books.sequences[victim.seq_id], cause)
+        is_parked = park_victim(books, turn, books.sequences[victim.seq_id], cause)
+        candidates = [c for c in candidates if c is not victim and (is_parked or has_room(books, [books.sequences[c.seq_id]]))]
     return True
 
 
 def shortage(books: Books, margin: int = 0) -> int:
     """Pages that the step's rows lack beyond the free ones."""
-    config, first = books.config, books.next_to_prefill
-    rows = (seq for seq in books.residents if seq.state is State.DECODING or seq is first)
-    return sum(missing_pages(config, seq, margin) for seq in rows) - books.pages.num_free
+    config, first, size = books.config, books.next_to_prefill, books.config.page_size
+    num = 0
+    for seq in books.residents:
+        if seq.state is State.DECODING:
+            if seq.num_cells + margin >= len(seq.pages) * size:  # most rows have room for their next token, and need no closer look
+                num += missing_pages(config, seq, margin)
+        elif seq is first:
+            num += missing_pages(config, seq, margin)
+    return num - books.pages.num_free
 
 
 def num_leaving(books: Books) -> int:
@@ -64,10 +70,10 @@ def num_leaving(books: Books) -> int:
 
 def is_last_token(books: Books, seq: Sequence) -> bool:
     """Whether its next token is its last."""
-    if seq.state is State.PREFILLING:
-        is_next = seq is books.next_to_prefill and seq.num_cells + chunk_len(books.config, seq) == seq.prompt_len
-        return seq.limit == 1 and is_next
-    return seq.num_generated + 1 == seq.limit
+    if seq.num_generated + 1 != seq.limit:
+        return False
+    ends_prompt = seq.num_cells + chunk_len(books.config, seq) == seq.prompt_len
+    return seq.state is not State.PREFILLING or (ends_prompt and seq is books.next_to_prefill)
 
 
 def ends_now(books: Books, seq: Sequence) -> bool:
@@ -76,29 +82,46 @@ def ends_now(books: Books, seq: Sequence) -> bool:
 
 
 def list_candidates(books: Books) -> list[Candidate]:
-    """Residents that may be parked: not the leader, with progress since their return, and not ending in this step."""
+    """Residents that pressure may park: not the leader, and nobody who may not leave now."""
     leader = books.leader
+    return picture(books, [seq for seq in books.residents if seq is not leader and may_leave(books, seq)])
+
+
+def may_leave(books: Books, seq: Sequence) -> bool:
+    """Whether it has progressed since its return and does not end by itself in this step."""
+    return seq.state in RUNNING and seq.has_progressed and not ends_now(books, seq)
+
+
+def picture(books: Books, residents: list[Sequence]) -> list[Candidate]:
+    """Residents as a policy sees them."""
+    first: dict[int, Sequence] = {}  # by priority, the one with the most tokens
+    for seq in books.residents:
+        if seq.priority not in first or seq.num_cells > first[seq.priority].num_cells:
+            first[seq.priority] = seq
     return [
-        Candidate(seq.seq_id, seq.num_cells, len(seq.pages), seq.order, seq.num_parks, is_last_token(books, seq))
-        for seq in books.residents
-        if seq.state in RUNNING and seq is not leader and seq.has_progressed and not ends_now(books, seq)
-    ]
+        Candidate(
+            seq.seq_id, seq.num_cells, len(seq.pages), seq.order, seq.num_parks, is_last_token(books, seq),
+            seq.priority, seq.limit - seq.num_generated, seq is first[seq.priority],
+        )
+        for seq in residents
+    ]  # fmt: skip
 
 
-def park_victim(books: Books, turn: Turn, seq: Sequence, cause: str) -> None:
-    """Park it and count it; one refused keeps its pages, and is told of once per shortage."""
+def park_victim(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
+    """Park it and count it; one refused (False) keeps its pages, and is told of once per shortage."""
     use = 1 - books.pages.num_free / books.config.num_pages
     if not start_park(books, turn, seq, cause):
         if not seq.was_refused:
             seq.was_refused = True
             refuse(books, turn, seq)
-        return
+        return False
     books.counters.pool_use_at_park.append(use)
     if cause == "last_resort":
         books.counters.num_last_resorts += 1
         turn.notes.append(Note("last_resort", seq.seq_id, "the step did not fit and no park was planned", seq.num_cells, seq.image_pages))
     else:
         books.counters.num_parks_pressure += 1
+    return True
 
 
 def refuse(books: Books, turn: Turn, seq: Sequence) -> None:

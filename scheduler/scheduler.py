@@ -17,6 +17,7 @@ from jaxkv.scheduler.returns import let_in
 from jaxkv.scheduler.room import last_resort, make_room, serve_last_tokens
 from jaxkv.scheduler.sequence import RUNNING, Sequence, State
 from jaxkv.scheduler.views import Snapshot, snapshot
+from jaxkv.scheduler.way import make_way
 
 
 class Scheduler:
@@ -28,17 +29,19 @@ class Scheduler:
         self.config = config
         self._books = Books(config)
 
-    def add(self, seq_id: int, prompt_len: int, max_new: int | None, now: float) -> int:
+    def add(self, seq_id: int, prompt_len: int, max_new: int | None, now: float, *, priority: int = 0) -> int:
         """Put a new sequence into the waiting line and return how many tokens it may generate at most.
 
-        That is `max_new`, or less where the pool or the model's length ends it sooner. Raises DoesNotFit if the prompt alone can never
-        fit, ValueError for a length below 1 or an id in use.
+        That is `max_new`, or less where the pool or the model's length ends it sooner. One of a lower `priority` goes first. Raises
+        DoesNotFit if the prompt alone can never fit, ValueError for a length below 1, a priority that is no integer or an id in use.
         """
         books = self._books
         if seq_id in books.sequences:
             raise ValueError(f"sequence {seq_id} is known already: forget it after its end, or choose another id")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"a priority is an integer, lower goes first; got {priority!r}")
         limit = answer_limit(self.config, prompt_len, max_new)
-        seq = Sequence(seq_id, prompt_len, limit, order=books.num_added, added_at=now)
+        seq = Sequence(seq_id, prompt_len, limit, order=books.num_added, added_at=now, priority=priority)
         books.sequences[seq_id] = seq
         books.waiting.append(seq)
         books.num_added += 1
@@ -84,6 +87,7 @@ class Scheduler:
         serve_last_tokens(books, turn)
         if self.config.planner:
             make_room(books, turn)
+            make_way(books, turn)
         dispatch_parks(books, turn)
         let_in(books, turn)
         last_resort(books, turn)

@@ -57,6 +57,7 @@ class Sequence:
     limit: int  # tokens it may generate
     order: int
     added_at: float
+    priority: int = 0  # lower goes first
     state: State = State.WAITING
     row: int | None = None
     pages: list[int] = field(default_factory=list)  # held by a resident, in logical order
@@ -70,11 +71,16 @@ class Sequence:
     copies_out: set[int] = field(default_factory=set)  # indices of those in flight
 
     num_parks: int = 0
+    num_shifts: int = 0  # times its context was shifted
     parked_since: float | None = None
+    entered_at: float = 0.0  # when it last got a row
     has_progressed: bool = True  # since its last return: a chunk or a token
     forced_at: int = 0  # cells it had when a forced park last came due
     park_asked: bool = False
     was_refused: bool = False  # the host budget had no room for its image in the present shortage
+    num_bypassed: int = 0  # others let in while it stood first in the line
+    has_way: bool = False  # somebody was parked to let it in, so nobody passes it
+    way_refused: bool = False  # the host budget had no room for whom it would have replaced, since it was parked
     reason: str = ""  # why it ended
 
     @property

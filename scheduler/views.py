@@ -22,6 +22,7 @@ class SequenceView:
     image_pages: int
     parked_since: float | None
     num_parks: int
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def view(seq: Sequence) -> SequenceView:
     num_tokens = seq.prompt_len + seq.num_generated
     return SequenceView(
         seq.seq_id, seq.state, seq.row, seq.prompt_len, seq.limit, num_tokens, seq.num_cells, seq.num_generated,
-        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks,
+        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority,
     )  # fmt: skip
 
 

@@ -63,10 +63,23 @@ class SchedulerSection(Section):
 
     rows: int = Field(default=8, ge=1, description="sequences decoded together")
     prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens computed in one step")
-    victim: Literal["smallest", "largest", "youngest", "oldest"] = Field(
-        default="smallest", description="which resident sequence is parked when room is needed"
+    victim: Literal["smallest", "largest", "youngest", "oldest", "priority"] = Field(
+        default="smallest", description="which resident of the least urgent priority is parked when room is needed"
     )
-    resume: Literal["head"] = Field(default="head", description="who returns first: head is the one parked longest, and nobody passes it")
+    resume: Literal["head", "pass"] = Field(
+        default="head",
+        description="who comes in: head is the one parked longest, and nobody passes it; pass is whoever fits, the most often parked first",
+    )
+    max_bypass: int | None = Field(default=None, ge=0, description="how many may pass the first in line with pass; null is any number")
+    admission: Literal["optimistic", "reserve"] = Field(
+        default="optimistic", description="reserve lets one in only when all it may ever need is free, and never parks"
+    )
+    rotate: Literal["shifted", "any", "none"] = Field(
+        default="shifted", description="which residents are parked for a head that waits long: those that shifted their context, any, none"
+    )
+    rotate_after_s: float = Field(
+        default=2.0, ge=0, allow_inf_nan=False, description="seconds that a head waits before a resident is parked for it, and then stays"
+    )
     margin_steps: int = Field(
         default=8, ge=0, description="decode steps of every running row that must have room before a sequence is let in"
     )

@@ -10,9 +10,9 @@ from enum import Enum
 from typing import Any
 
 from jaxkv.errors import ConfigError, RequestError
-from jaxkv.openai.fields import UNSUPPORTED, WITHOUT_EFFECT, read_top_logprobs, readers, refuse_unsupported
+from jaxkv.openai.fields import TIERS, UNSUPPORTED, WITHOUT_EFFECT, read_top_logprobs, readers, refuse_unsupported
 from jaxkv.openai.prompts import Tokenizer, read_messages, read_prompts
-from jaxkv.openai.values import boolean, refuse, token_ids
+from jaxkv.openai.values import boolean, refuse, shown, token_ids
 from jaxkv.request import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
@@ -59,7 +59,8 @@ class BodyReader:
             max_tokens=_max_tokens(endpoint, values),
             seed=values.pop("seed", default_seed),
             logprobs=_logprobs(endpoint, given),
-            **{field: values[field] for field in SamplingParams.__dataclass_fields__ if field in values and field != "max_tokens"},
+            priority=_priority(values),
+            **{field: values[field] for field in SamplingParams.__dataclass_fields__ if field in values and field not in _COMPOSED},
         )
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise refuse("min_tokens", params.min_tokens, f"at most max_tokens, which is {params.max_tokens}")
@@ -102,6 +103,7 @@ class BodyReader:
         return defaults | given
 
 
+_COMPOSED = frozenset({"max_tokens", "priority"})  # made from two fields
 _OWN = frozenset({"messages", "prompt", "logprobs", "top_logprobs"})
 
 
@@ -129,6 +131,16 @@ def _max_tokens(endpoint: Endpoint, values: Mapping[str, Any]) -> int | None:
         raise RequestError(f"max_tokens: got {old} beside max_completion_tokens {new}; give one of them", "max_tokens")
     given: int | None = old if old is not None else new
     return COMPLETION_MAX_TOKENS if given is None and endpoint is Endpoint.COMPLETION else given
+
+
+def _priority(values: Mapping[str, Any]) -> int:
+    """The number itself, or what the tier stands for; both must say the same."""
+    priority: int | None = values.get("priority")
+    tier: int | None = TIERS.get(values.get("service_tier", ""))
+    if priority is not None and tier is not None and priority != tier:
+        message = f"priority: got {priority} beside service_tier {shown(values['service_tier'])}, which is {tier}; give one of them"
+        raise RequestError(message, "priority")
+    return next((found for found in (priority, tier) if found is not None), 0)
 
 
 def _logprobs(endpoint: Endpoint, given: Mapping[str, Any]) -> int | None:

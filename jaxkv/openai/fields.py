@@ -8,10 +8,18 @@ from typing import Any
 
 from jaxkv.errors import RequestError
 from jaxkv.openai.values import Reader, boolean, integer, logit_bias, number, shown, stop_strings, text, token_ids
-from jaxkv.request import MAX_LOGIT_BIAS, MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY
+from jaxkv.request import (
+    MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
+    MIN_PRIORITY,
+    MIN_REPETITION_PENALTY,
+)
 
 MAX_STOPS = 16
 MAX_SEED = 2**64 - 1
+TIERS: Mapping[str, int] = {"priority": -10, "flex": 10}  # service_tier as a priority; any other tier asks for none
 
 # Fields that would change the answer and cannot be honoured, with the values that ask for nothing; absent and null always do.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -50,9 +58,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 # Fields of the API that no answer depends on.
-WITHOUT_EFFECT = frozenset(
-    {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "stream_options", "user"}
-)
+WITHOUT_EFFECT = frozenset({"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "store", "stream_options", "user"})
 
 
 def readers(vocab_size: int) -> dict[str, Reader]:
@@ -75,6 +81,8 @@ def readers(vocab_size: int) -> dict[str, Reader]:
         "repetition_penalty": number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
         "logit_bias": logit_bias(vocab_size, MAX_LOGIT_BIAS),
         "return_token_ids": boolean,
+        "priority": integer(MIN_PRIORITY, MAX_PRIORITY, "lower is served first"),
+        "service_tier": text,
     }
 
 

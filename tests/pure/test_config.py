@@ -111,8 +111,12 @@ def test_a_number_with_an_exponent_is_a_number_in_a_file(tmp_path):
         (["--scheduler.rows", "1.5"], "scheduler.rows: got 1.5, allowed: integer >= 1"),
         (["--pool.tokens", "true"], "pool.tokens: got true, allowed: integer >= 1 | null"),
         (["--pool.memory-fraction", "1.5"], "pool.memory_fraction: got 1.5, allowed: number > 0 and <= 1"),
-        (["--scheduler.victim", "big"], "scheduler.victim: got 'big', allowed: smallest | largest | youngest | oldest"),
-        (["--scheduler.resume", "pass"], "scheduler.resume: got 'pass', allowed: head"),
+        (["--scheduler.victim", "big"], "scheduler.victim: got 'big', allowed: smallest | largest | youngest | oldest | priority"),
+        (["--scheduler.resume", "tail"], "scheduler.resume: got 'tail', allowed: head | pass"),
+        (["--scheduler.admission", "eager"], "scheduler.admission: got 'eager', allowed: optimistic | reserve"),
+        (["--scheduler.rotate", "all"], "scheduler.rotate: got 'all', allowed: shifted | any | none"),
+        (["--scheduler.max-bypass", "-1"], "scheduler.max_bypass: got -1, allowed: integer >= 0 | null"),
+        (["--scheduler.rotate-after-s", "-1"], "scheduler.rotate_after_s: got -1, allowed: number >= 0"),
         (["--debug.planner", "maybe"], "debug.planner: got 'maybe', allowed: true | false"),
         (["--scheduler.host-budget-mib", "-1"], "scheduler.host_budget_mib: got -1, allowed: integer >= 0 | auto | null"),
         (["--request.stop-token-ids", "[a]"], "request.stop_token_ids: got ['a'], allowed: list of integer >= 0 | null"),
@@ -153,7 +157,7 @@ def test_a_wrong_override_is_one_line_with_got_and_allowed(words, message):
         (
             "model: {path: x}\nscheduler: {rows: 0, victim: me}",
             "scheduler.rows: got 0, allowed: integer >= 1 in {}; "
-            "scheduler.victim: got 'me', allowed: smallest | largest | youngest | oldest in {}",
+            "scheduler.victim: got 'me', allowed: smallest | largest | youngest | oldest | priority in {}",
         ),
     ],
 )

@@ -55,12 +55,12 @@ def test_a_prompt_is_a_string_a_list_of_one_token_ids_or_a_list_of_one_such(prom
 def test_every_supported_field_reaches_the_parameters() -> None:
     fields = {"max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 2**64 - 1}
     more = {"stop": ["a", "b"], "stop_token_ids": [4], "ignore_eos": True, "presence_penalty": -2, "frequency_penalty": 2}
-    last = {"repetition_penalty": 1.5, "logit_bias": {"256": -100}}
+    last = {"repetition_penalty": 1.5, "logit_bias": {"256": -100}, "priority": -3}
     parsed = chat(**fields, **more, **last, logprobs=True, top_logprobs=20, return_token_ids=True, model="m")
     assert parsed.params == SamplingParams(
         max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=18446744073709551615, stop=("a", "b"),
         stop_token_ids=(4,), ignore_eos=True, presence_penalty=-2.0, frequency_penalty=2.0, repetition_penalty=1.5,
-        logit_bias={256: -100.0}, logprobs=20,
+        logit_bias={256: -100.0}, logprobs=20, priority=-3,
     )  # fmt: skip
     assert (parsed.return_token_ids, parsed.model, parsed.unknown) == (True, "m", frozenset())
 
@@ -125,6 +125,11 @@ def test_fields_that_ask_for_nothing_are_fine() -> None:
         ("logprobs", True, "logprobs: got true, allowed: a whole number from 0 to 20"),
         ("top_logprobs", 2, "top_logprobs: belongs to chats; a completion has logprobs, a number from 0 to 20"),
         ("return_token_ids", "yes", 'return_token_ids: got "yes", allowed: true or false'),
+        ("priority", 1.5, "priority: got 1.5, allowed: a whole number from -2147483648 to 2147483647 (lower is served first)"),
+        ("priority", "1", 'priority: got "1", allowed: a whole number from -2147483648 to 2147483647 (lower is served first)'),
+        ("priority", True, "priority: got true, allowed: a whole number from -2147483648 to 2147483647 (lower is served first)"),
+        ("priority", 2**31, None),
+        ("service_tier", 5, "service_tier: got 5, allowed: a string"),
         ("model", 5, "model: got 5, allowed: a string"),
         ("n", 2, "n: got 2, which is not supported; leave it out or 1"),
         ("best_of", 2, "best_of: got 2, which is not supported; leave it out or 1"),
@@ -175,6 +180,31 @@ def test_two_different_lengths_are_refused() -> None:
     said = refusal(CHAT, {"messages": HELLO, "max_tokens": 5, "max_completion_tokens": 6})
     assert said == "max_tokens: got 5 beside max_completion_tokens 6; give one of them"
     assert chat(max_tokens=5, max_completion_tokens=5).params.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "priority"),
+    [
+        ({}, 0),
+        ({"priority": 3}, 3),
+        ({"priority": -(2**31)}, -2147483648),
+        ({"service_tier": "priority"}, -10),
+        ({"service_tier": "flex"}, 10),
+        ({"service_tier": "auto"}, 0),
+        ({"service_tier": "scale"}, 0),
+        ({"service_tier": "default", "priority": 4}, 4),
+        ({"service_tier": "flex", "priority": 10}, 10),
+        ({"service_tier": None, "priority": None}, 0),
+    ],
+)
+def test_a_priority_is_a_number_or_a_tier_that_stands_for_one(fields: dict[str, Any], priority: int) -> None:
+    assert chat(**fields).params.priority == complete(**fields).params.priority == priority
+    assert chat(**fields).unknown == frozenset()
+
+
+def test_a_tier_and_another_priority_beside_it_are_refused() -> None:
+    said = refusal(CHAT, {"messages": HELLO, "service_tier": "flex", "priority": 0})
+    assert said == 'priority: got 0 beside service_tier "flex", which is 10; give one of them'
 
 
 def test_numbers_that_json_can_spell_and_arithmetic_cannot_are_refused() -> None:

@@ -69,8 +69,13 @@ def test_the_host_budget_is_hard(budget: int | None, num_chunks: int, fits: bool
         ({"rows": 0}, "scheduler setting rows is 0, but must be at least 1"),
         ({"margin_steps": -1}, "scheduler setting margin_steps is -1, but must be at least 0"),
         ({"host_budget_bytes": -5}, "scheduler setting host_budget_bytes is -5, but must be at least 0"),
-        ({"victim": "tallest"}, "scheduler.victim is 'tallest', but must be one of smallest, largest, youngest, oldest"),
-        ({"resume": "tail"}, "scheduler.resume is 'tail', but must be one of head"),
+        ({"victim": "tallest"}, "scheduler.victim is 'tallest', but must be one of smallest, largest, youngest, oldest, priority"),
+        ({"resume": "tail"}, "scheduler.resume is 'tail', but must be one of head, pass"),
+        ({"admission": "eager"}, "scheduler.admission is 'eager', but must be one of optimistic, reserve"),
+        ({"rotate": "all"}, "scheduler.rotate is 'all', but must be one of shifted, any, none"),
+        ({"rotate_after_s": -0.5}, "scheduler setting rotate_after_s is -0.5, but must be at least 0"),
+        ({"rotate_after_s": float("nan")}, "scheduler setting rotate_after_s is nan, but must be at least 0"),
+        ({"max_bypass": -1}, "scheduler setting max_bypass is -1, but must be at least 0"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:

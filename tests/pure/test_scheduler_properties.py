@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jaxkv.scheduler import Chunk, Note, Plan, SchedulerConfig, State
+from jaxkv.scheduler import Chunk, Note, Plan, SchedulerConfig, SequenceView, State
 from jaxkv.scheduler.fake_runner import FakeLoop
 
 
@@ -25,10 +25,13 @@ class WatchedLoop(FakeLoop):
         self.most_idle_steps = 4 + 2 * num_chunks * (max_delay + 2)
         self.away: list[int] = []
         self.parked_with: dict[int, int] = {}
-        self.last_admitted = -1
+        self.waiting: set[int] = set()
+        self.priorities: dict[int, int] = {}
+        self.passed: Counter[int] = Counter()
 
     def step(self) -> Plan:
-        before = {view.seq_id: view.num_cells for view in self.scheduler.snapshot().sequences if view.row is not None}
+        before = self.scheduler.snapshot().sequences
+        self.line = {view.seq_id for view in before if view.row is None}
         num_notes = len(self.notes)
         plan = super().step()
         new = [note for _, note in self.notes[num_notes:]]
@@ -41,28 +44,53 @@ class WatchedLoop(FakeLoop):
         return plan
 
     def watch(self, note: Note) -> None:
-        """Nobody passes the head; nobody is parked twice without progress."""
+        """Nobody passes the head; nobody is parked twice without progress, or for one that is no more urgent than itself."""
         self.away = [seq_id for seq_id in self.away if seq_id not in self.ends]
+        seq_id = note.seq_id
         if note.kind == "park":
-            assert note.num_tokens > self.parked_with.get(note.seq_id, -1), f"sequence {note.seq_id} is parked twice without progress"
-            self.parked_with[note.seq_id] = note.num_tokens
-            self.away.append(note.seq_id)
-        elif note.kind == "restore" and note.seq_id not in self.ends:
-            assert self.away[0] == note.seq_id, f"sequence {note.seq_id} returns before {self.away}"
-            self.away.pop(0)
-        elif note.kind == "admit" and note.seq_id not in self.ends:
-            assert not self.away, f"sequence {note.seq_id} starts before {self.away} return"
-            assert note.seq_id > self.last_admitted, f"sequence {note.seq_id} starts after {self.last_admitted}"
-            self.last_admitted = note.seq_id
+            assert note.num_tokens > self.parked_with.get(seq_id, -1), f"sequence {seq_id} is parked twice without progress"
+            self.parked_with[seq_id] = note.num_tokens
+            self.away.append(seq_id)
+            if note.reason in ("priority", "rotation"):
+                self.watch_way(seq_id, note.reason)
+        elif note.kind in ("restore", "admit") and seq_id not in self.ends:
+            self.watch_order(seq_id, note.kind == "admit")
 
-    def watch_leader(self, before: dict[int, int], notes: list[Note]) -> None:
-        """Pressure never parks the resident with the most tokens."""
+    def watch_order(self, seq_id: int, is_new: bool) -> None:
+        """Whoever comes in was the first in line, or no more than `max_bypass` passed the one who was."""
+        config = self.scheduler.config
+        waiting = self.waiting - self.ends.keys()
+        line = [*self.away, *sorted(waiting)]
+        first = min(line, key=lambda other: self.priorities[other])  # of equals, the first in line
+        if config.resume == "head":
+            assert first == seq_id, f"sequence {seq_id} comes in before {first} of {line}"
+        elif first != seq_id:
+            assert self.priorities[first] == self.priorities[seq_id], f"sequence {seq_id} passes {first}, which is more urgent"
+            self.passed[first] += 1
+            assert config.max_bypass is None or self.passed[first] <= config.max_bypass
+        self.passed[seq_id] = 0
+        (self.waiting if is_new else self.away).remove(seq_id)
+
+    def watch_way(self, seq_id: int, reason: str) -> None:
+        """A resident leaves for one that is more urgent, or for an equal in a rotation."""
+        others = [self.priorities[other] for other in self.line | set(self.away) if other != seq_id]
+        assert min(others) < self.priorities[seq_id] + (reason == "rotation"), f"sequence {seq_id} leaves for nobody"
+        assert self.scheduler.config.rotate != "none" or reason != "rotation"
+
+    def watch_leader(self, before: tuple[SequenceView, ...], notes: list[Note]) -> None:
+        """Of the most urgent, pressure never parks the resident with the most tokens."""
         parks = [note for note in notes if note.kind == "park"]
         forced = {note.seq_id for note in parks if note.reason == "forced"}
-        stayed = {seq_id: num for seq_id, num in before.items() if seq_id not in forced}
-        victims = {note.seq_id for note in parks if note.reason != "forced"}
-        leaders = [seq_id for seq_id in stayed if stayed[seq_id] == max(stayed.values())]
-        assert not leaders or min(leaders) not in victims, f"the leader {min(leaders)} is among the victims {victims}"
+        victims = {note.seq_id for note in parks if note.reason in ("pressure", "last_resort")}
+        stayed = [view for view in before if view.row is not None and view.seq_id not in forced]
+        leader = min(stayed, key=lambda view: (view.priority, -view.num_cells, view.seq_id), default=None)
+        assert leader is None or leader.seq_id not in victims, f"the leader {leader} is among the victims {victims}"
+
+    def add(self, seq_id: int, *sizes: int | None, priority: int = 0) -> int:
+        limit = super().add(seq_id, *sizes, priority=priority)
+        self.priorities[seq_id] = priority
+        self.waiting.add(seq_id)
+        return limit
 
     def finish(self) -> None:
         """Run to the end: everything ends as it should, nothing leaks."""
@@ -79,6 +107,8 @@ class WatchedLoop(FakeLoop):
         assert (view.num_pages_free, view.num_pages_leaving, view.host_bytes, self.runner.host_bytes) == (config.num_pages, 0, 0, 0)
         assert (counters.num_last_resorts if config.planner else counters.num_parks_pressure) == 0
         assert counters.num_parks == counters.num_restores + counters.num_ended_parked
+        if config.admission == "reserve":
+            assert counters.num_parks == counters.num_parks_forced and not failed
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:
@@ -97,7 +127,12 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         host_budget_bytes=rng.choice([None, None, None, 0, 10 * (num_pages // chunk_pages), 30]),
         margin_steps=rng.choice([0, 0, 1, 4]),
         starve_after=rng.choice([0, 1, 3]),
-        victim=rng.choice(["smallest", "smallest", "largest", "youngest", "oldest"]),
+        victim=rng.choice(["smallest", "smallest", "largest", "youngest", "oldest", "priority"]),
+        resume=rng.choice(["head", "head", "pass"]),
+        max_bypass=rng.choice([None, None, 0, 1, 4]),
+        admission=rng.choice(["optimistic"] * 7 + ["reserve"]),
+        rotate=rng.choice(["shifted", "shifted", "any", "none"]),
+        rotate_after_s=rng.choice([0, 2, 10]),
         hold=rng.random() < 0.5,
         planner=rng.random() < 0.6,
         park_every=rng.choice([0, 0, 0, 1, 3]),
@@ -124,8 +159,15 @@ def run_random(seed: int) -> WatchedLoop:
     longest = min(job.scheduler.config.num_pages * job.scheduler.config.page_size, job.scheduler.config.max_len)
     most_prompt = max(1, longest // rng.choice([1, 4, 8]))
     pace = rng.choice([(0,), (0, 0, 1, 3, 10)])
+    priorities = rng.choice([(0,), (0,), (0, 0, -10, 10), range(-4, 4)])
     for seq_id in range(rng.randint(1, 9)):
-        job.add(seq_id, rng.randint(1, most_prompt), rng.choice([None, 1, rng.randint(1, 60)]), rng.choice([None, rng.randint(1, 40)]))
+        job.add(
+            seq_id,
+            rng.randint(1, most_prompt),
+            rng.choice([None, 1, rng.randint(1, 60)]),
+            rng.choice([None, rng.randint(1, 40)]),
+            priority=rng.choice(priorities),
+        )
         for _ in range(rng.choice(pace)):
             job.step()
             if rng.random() < 0.1:
@@ -142,7 +184,18 @@ def run_and_count(seed: int) -> Counter[str]:
         counters = run_random(seed).scheduler.counters
     except AssertionError as error:
         raise AssertionError(f"run_random({seed}): {error}") from error
-    counted = ("parks_forced", "parks_pressure", "last_resorts", "parks_refused", "restores", "ended_parked", "failed", "cancelled")
+    counted = (
+        "parks_forced",
+        "parks_pressure",
+        "parks_priority",
+        "rotations",
+        "last_resorts",
+        "parks_refused",
+        "restores",
+        "ended_parked",
+        "failed",
+        "cancelled",
+    )
     return Counter({name: getattr(counters, f"num_{name}") for name in counted})
 
 
@@ -152,7 +205,7 @@ def test_random_runs_keep_every_promise() -> None:
         totals += run_and_count(seed)
     # Runs that nothing happens in prove nothing: each kind of event is there in numbers.
     rare = {name: num for name, num in totals.items() if num < 3}
-    assert not rare and len(totals) == 8, totals
+    assert not rare and len(totals) == 10, totals
 
 
 @pytest.mark.slow
@@ -175,9 +228,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def num_added(self) -> int:
         return len(self.job.tokens)
 
-    @rule(prompt=st.integers(0, 95), max_new=st.one_of(st.none(), st.integers(1, 30)), stop=st.one_of(st.none(), st.integers(1, 30)))
-    def add(self, prompt: int, max_new: int | None, stop: int | None) -> None:
-        self.job.add(self.num_added, 1 + prompt % self.longest, max_new, stop)
+    @rule(
+        prompt=st.integers(0, 95),
+        max_new=st.one_of(st.none(), st.integers(1, 30)),
+        stop=st.one_of(st.none(), st.integers(1, 30)),
+        priority=st.sampled_from([0, 0, -10, 10]),
+    )
+    def add(self, prompt: int, max_new: int | None, stop: int | None, priority: int) -> None:
+        self.job.add(self.num_added, 1 + prompt % self.longest, max_new, stop, priority=priority)
 
     @rule(num=st.integers(1, 6))
     def step(self, num: int) -> None:
