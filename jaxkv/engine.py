@@ -16,6 +16,7 @@ from jaxkv.config import Config
 from jaxkv.ends import end
 from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.guard import CompileGuard
+from jaxkv.interrupt import check_interrupt
 from jaxkv.live import Handle, Live, OnToken, RequestStats
 from jaxkv.observe.log import LogObserver, tell_stages
 from jaxkv.observe.observers import Observers
@@ -191,6 +192,7 @@ class Engine:
         page can be trusted: after it the engine can only be closed.
         """
         self._check_open()
+        check_interrupt()
         if self._unfinished is not None:
             raise JaxkvError(self._unfinished)
         self._unfinished = "a step is being taken; a callback may not take another"

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxkv.attention import paged_attend, table_width
+from jaxkv.interrupt import check_interrupt
 from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample
 
@@ -256,6 +257,7 @@ def jit_recipe(recipe: Recipe, mesh: Mesh) -> Any:
 
 def compile_program(name: str, recipe: Recipe, mesh: Mesh) -> Program:
     """Lower and compile one program for its arguments."""
+    check_interrupt()
     start = time.perf_counter()
     compiled = jit_recipe(recipe, mesh).lower(*recipe.arguments).compile()
     took = time.perf_counter() - start

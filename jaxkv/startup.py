@@ -16,6 +16,7 @@ from jaxkv.config import Config, available_memory_bytes, resolve_host_budget, sc
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.fingerprint import fingerprint, fingerprint_facts
+from jaxkv.interrupt import check_interrupt
 from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint
 from jaxkv.pool import PoolLayout, allocate, pool_sharding, storage_dtype
 from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, take_apart
@@ -63,7 +64,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         check_pool(config, shapes)
     use_compilation_cache(folder)
     stage("check")
-    checkpoint = load_checkpoint(path, dtype=dtype, mesh=mesh, on_stage=on_stage)
+    checkpoint = load_checkpoint(path, dtype=dtype, mesh=mesh, on_stage=on_stage, on_tensor=lambda done, total: check_interrupt())
     stage.skip()
     host = probe_host_memory(pool_sharding(mesh))
     layout = size_pool(config, sizes, shapes, mesh)
@@ -114,6 +115,7 @@ class Stages:
 
     def skip(self) -> None:
         """What went by was told by somebody else."""
+        check_interrupt()
         self._since = time.perf_counter()
 
 

@@ -75,10 +75,13 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     return CheckpointInfo(Path(path), opened.format, opened.config, opened.eos_ids, opened.has_tokenizer, opened.weights_bytes)
 
 
-def load_checkpoint(path: str | Path, *, dtype: str, mesh: Mesh, on_stage: OnStage | None = None) -> Checkpoint:
+def load_checkpoint(
+    path: str | Path, *, dtype: str, mesh: Mesh, on_stage: OnStage | None = None, on_tensor: OnProgress | None = None
+) -> Checkpoint:
     """Load a model onto a mesh with the axis "tensor", and its tokenizer.
 
     `on_stage(name, seconds)` hears how long each of open, tokenizer, read, convert, place and hash took, once all are done.
+    `on_tensor(done, total)` is called after each tensor of a format that is read tensor by tensor.
     """
     numpy_dtype(dtype)
     stages = Stages()
@@ -87,7 +90,7 @@ def load_checkpoint(path: str | Path, *, dtype: str, mesh: Mesh, on_stage: OnSta
         check_mesh(opened.config, mesh.shape[AXIS])
     with stages.measure("tokenizer"):
         tokenizer = opened.tokenizer()  # before the weights, since it may be refused
-    model = opened.load(dtype, mesh, stages)
+    model = opened.load(dtype, mesh, stages, on_tensor)
     with stages.measure("hash"):
         sha256 = opened.weights_sha256(dtype)
     stages.report(on_stage)

@@ -4,11 +4,16 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from jaxkv.interrupt import has_interrupt
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While open, the first signal is only noted in `signum`; a second one raises KeyboardInterrupt, as it would have at once."""
+    """While open, the first signal is only noted in `signum`; a second one raises KeyboardInterrupt, as it would have at once.
+
+    A Ctrl-C that came before, and whose KeyboardInterrupt was dropped, counts as the first.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -25,6 +30,8 @@ class Interrupt:
                 self._before[number] = signal.signal(number, self._note)
         except ValueError:
             pass  # not the main thread: signals are somebody else's affair
+        if has_interrupt(self._before.get(signal.SIGINT)):
+            self.signum = signal.SIGINT
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

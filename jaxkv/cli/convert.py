@@ -9,6 +9,7 @@ from tyro.conf import Positional, arg
 
 from jaxkv.cli.arguments import parse
 from jaxkv.fetch import cache_folder, resolve_model_path
+from jaxkv.interrupt import check_interrupt
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,6 @@ def run(words: Sequence[str]) -> int:
     source = resolve_model_path(args.source, cache_folder(None))
     from jaxkv.models.checkpoint import save_converted
 
-    save_converted(source, args.target, dtype=args.dtype)
+    save_converted(source, args.target, dtype=args.dtype, progress=lambda done, total: check_interrupt())
     print(args.target)
     return 0

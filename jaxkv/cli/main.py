@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from jaxkv import __version__
 from jaxkv.config.fields import nearest
 from jaxkv.errors import JaxkvError
+from jaxkv.interrupt import EXIT_INTERRUPTED, CtrlC
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +47,30 @@ def console() -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run one command line; return its exit code."""
-    try:
-        code = _dispatch(list(words))
-        sys.stdout.flush()
-        return code
-    except SystemExit as stop:  # tyro: 0 after help, 2 after a line about what it could not read
-        return stop.code if isinstance(stop.code, int) else 2
-    except KeyboardInterrupt:
+    with CtrlC() as ctrl_c:
+        try:
+            code = _dispatch(list(words))
+            sys.stdout.flush()
+            if code != EXIT_INTERRUPTED:  # else it is told already
+                ctrl_c.check()
+            return code
+        except BaseException as error:
+            return _code_of(error, ctrl_c)
+
+
+def _code_of(error: BaseException, ctrl_c: CtrlC) -> int:
+    """The exit code for what a command raised, with a line about it; a fault of our own is raised again."""
+    if isinstance(error, KeyboardInterrupt) or ctrl_c.is_noted:  # XLA may have made another error of it
         print("jaxkv: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
+        return EXIT_INTERRUPTED
+    if isinstance(error, SystemExit):  # tyro: 0 after help, 2 after a line about what it could not read
+        return error.code if isinstance(error.code, int) else 2
+    if isinstance(error, BrokenPipeError):
         return _reader_left()
-    except Exception as error:
-        if not _is_for_a_person(error) or os.environ.get("JAXKV_TRACEBACK") == "1":
-            raise
-        print(f"jaxkv: error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 2)
+    if not _is_for_a_person(error) or os.environ.get("JAXKV_TRACEBACK") == "1":
+        raise error
+    print(f"jaxkv: error: {error}", file=sys.stderr)
+    return getattr(error, "exit_code", 2)
 
 
 def help_text() -> str:
@@ -87,7 +96,7 @@ def _dispatch(words: list[str]) -> int:
     return int(importlib.import_module(f"jaxkv.cli.{name}").run(rest))
 
 
-def _is_for_a_person(error: Exception) -> bool:
+def _is_for_a_person(error: BaseException) -> bool:
     """Whether the message alone says enough: our own errors, and those of the models if they have been loaded."""
     errors = sys.modules.get("jaxkv.models.errors")
     return isinstance(error, JaxkvError) or (errors is not None and isinstance(error, errors.ModelError))

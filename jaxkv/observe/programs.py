@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxkv.config import Config
 from jaxkv.fetch import cache_folder, resolve_model_path
+from jaxkv.interrupt import check_interrupt
 from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint
 from jaxkv.models.parameters import abstract_model, shardings
 from jaxkv.pool import PoolLayout, pool_sharding
@@ -102,6 +103,7 @@ def sized(config: Config, layout: PoolLayout, shapes: Shapes, mesh: jax.sharding
 
 def measure(name: str, recipe: Recipe, mesh: jax.sharding.Mesh) -> ProgramFacts:
     """Compile one program, past the cache on disk, and ask XLA about it."""
+    check_interrupt()
     cached = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     try:
