@@ -34,6 +34,9 @@ class Args:
     timeline: Annotated[
         Path | None, arg(metavar="FILE", help="write who held the pool, was parked and waited, for Perfetto or chrome://tracing")
     ] = None
+    record_trace: Annotated[
+        Path | None, arg(metavar="FILE", help="write when requests came and how long they were, for `jaxkv simulate`; never their text")
+    ] = None
     profile: Annotated[Path | None, arg(metavar="DIR", help="write a JAX trace of the run, start-up left out")] = None
 
 
@@ -54,25 +57,29 @@ def observed_engine(config: Config, args: Args, keep: ExitStack) -> "Engine":
     """An engine with what the words ask to look at it; that is finished when `keep` is closed."""
     from jaxkv.engine import Engine
     from jaxkv.observe.profile import check_folder, profiled
+    from jaxkv.observe.record import TraceRecorder
     from jaxkv.observe.timeline import Timeline
 
     if args.profile is not None:
         check_folder(args.profile)
     timeline = None if args.timeline is None else keep.enter_context(Timeline(args.timeline))
+    recorder = None if args.record_trace is None else keep.enter_context(TraceRecorder(args.record_trace))
     engine = Engine(config, on_stage=say_stage if config.log.level == "warning" else None)  # else the log tells the stages
     if timeline is not None:
         engine.observers.add(timeline)
+    if recorder is not None:
+        engine.observers.add(recorder)
     if args.profile is not None:
         keep.enter_context(profiled(engine, args.profile))
     return engine
 
 
 def check_files(args: Args, config: Config) -> None:
-    """Refuse to write the timeline or the log over what the job reads or writes."""
+    """Refuse to write the timeline, the trace or the log over what the job reads or writes."""
     log = None if config.log.file is None else Path(config.log.file)
     others = [*map(Path, args.input), args.output, Path(f"{args.output}.job.json"), args.summary]
     taken = {path.resolve() for path in others if path is not None}
-    for flag, path in (("--timeline", args.timeline), ("log.file", log)):
+    for flag, path in (("--timeline", args.timeline), ("--record-trace", args.record_trace), ("log.file", log)):
         if path is not None and path.resolve() in taken:
             raise ConfigError(f"{flag} {path}: is another file of this job; choose a file of its own")
         taken |= set() if path is None else {path.resolve()}

@@ -26,6 +26,8 @@ class Command:
 COMMANDS = {
     "demo": Command("Run", "eight chats through a pool that is too small, live"),
     "batch": Command("Run", "a file of requests in, a file of answers out (OpenAI batch format)"),
+    "simulate": Command("Experiments", "a load against the scheduler alone, on a simulated clock: policies compared"),
+    "calibrate": Command("Experiments", "what a step and a copy take on this machine, for `simulate`"),
     "fetch": Command("Models", "download a known model into the cache folder"),
     "convert": Command("Models", "write a checkpoint that loads faster"),
     "programs": Command("Results", "what is compiled for a configuration, and what each program takes"),

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from jaxkv.config.sections import Config, Section
+from jaxkv.config.section import Section
+from jaxkv.config.sections import Config
 
 _WORDS = {int: "integer", float: "number", bool: "true | false", str: "text", type(None): "null"}
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
@@ -87,7 +88,7 @@ def _spell(arm: Any, metadata: list[Any]) -> str:
     if get_origin(arm) is tuple:
         return "list of " + " | ".join(_spell(kind, bounds) for kind, bounds in _arms(get_args(arm)[0], []))
     if get_origin(arm) is dict:
-        return "token ids with a number each"
+        return "token ids with a number each" if get_args(arm)[1] is float else "field names with a list of values each"
     bounds = [f"{sign} {getattr(m, key)}" for m in metadata for key, sign in _BOUNDS if hasattr(m, key)] if arm in (int, float) else []
     return " ".join([_WORDS.get(arm, str(arm)), " and ".join(bounds)]).rstrip()
 

@@ -129,7 +129,7 @@ def _line(details: ErrorDetails, overrides: Mapping[str, Any], where: str) -> st
     if details["type"] == "missing":
         name = name if "." in name else next(known for known in all_fields() if known.startswith(name + "."))
         return f"{name} is missing{where}: {all_fields()[name].description}"
-    if not location:
+    if not location or details["type"] == "value_error":  # a section or the whole does not agree with itself
         return details["msg"].removeprefix("Value error, ") + where
     if name in all_fields():
         return f"{name}: got {_shown(details, name, overrides)}, allowed: {all_fields()[name].allowed}{where}"

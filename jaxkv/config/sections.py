@@ -4,15 +4,10 @@ import warnings
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-MAX_SEED = 2**64 - 1
-
-
-class Section(BaseModel):
-    """A group of fields: frozen, strict about types, and closed to names it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, protected_namespaces=())
+from jaxkv.config.section import MAX_SEED, Section
+from jaxkv.config.workload import SimulateSection, SweepSection, WorkloadSection
 
 
 def _as_tuple(value: Any) -> Any:
@@ -184,6 +179,9 @@ class Config(Section):
     request: RequestSection = RequestSection()
     log: LogSection = LogSection()
     run: RunSection = RunSection()
+    workload: WorkloadSection = WorkloadSection()
+    simulate: SimulateSection = SimulateSection()
+    sweep: SweepSection = SweepSection()
 
     @model_validator(mode="after")
     def _pool_holds_a_chunk(self) -> Self:

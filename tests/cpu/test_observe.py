@@ -13,10 +13,13 @@ import yaml
 
 from jaxkv.cli.main import main
 from jaxkv.engine import Engine
+from jaxkv.errors import ConfigError
 from jaxkv.observe.events import Event
 from jaxkv.observe.profile import profiled
+from jaxkv.observe.record import TraceRecorder
 from jaxkv.observe.timeline import ENGINE, ROWS, SEQUENCES, Timeline
 from jaxkv.request import SamplingParams
+from jaxkv.simulate.trace import read_trace
 from tests.cpu import tiny
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -268,3 +271,24 @@ def test_a_profile_folder_that_cannot_be_is_one_line_before_a_model_is_loaded(co
     assert capsys.readouterr().err == f"jaxkv: error: {tmp_path / 'file'} cannot be a folder for a profile: File exists\n"
     assert main([*words, "--timeline", str(tmp_path)]) == 2
     assert "is a folder; name a file" in capsys.readouterr().err
+
+
+def test_a_recorded_load_says_when_and_how_long_and_nothing_that_was_said(plain, tmp_path):
+    path = tmp_path / "load.jsonl"
+    with TraceRecorder(path) as recorder, tiny.engine() as made:
+        made.observers.add(recorder)
+        assert crowd(made) == plain
+        made.submit(tiny.prompt(5), GREEDY).cancel()
+        made.submit(tiny.prompt(5), SamplingParams(temperature=0, ignore_eos=True)).result()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 7  # the cancelled one has no length of its own
+    assert all(set(line) == {"arrival_s", "prompt_tokens", "generated_tokens", "max_tokens", "priority"} for line in lines)
+    requests = read_trace(path)
+    assert [(r.prompt_len, r.answer_len, r.max_tokens) for r in requests] == [*[(12, 20, 20)] * 6, (5, 60, 124)]
+    assert requests[0].arrival_s == 0 and requests[6].arrival_s > requests[5].arrival_s > 0
+
+
+def test_a_trace_that_cannot_be_written_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"^cannot write the trace .*x: Is a directory$"):
+        (tmp_path / "x").mkdir()
+        TraceRecorder(tmp_path / "x")

@@ -61,7 +61,7 @@ def test_every_command_has_a_help_of_its_own(capsys, name):
     assert f"jaxkv {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["batch", "demo", "programs"])
+@pytest.mark.parametrize("name", ["batch", "demo", "programs", "simulate", "calibrate"])
 def test_the_help_of_a_command_with_a_configuration_lists_every_field(capsys, name):
     main([name, "--help"])
     out = capsys.readouterr().out
@@ -73,7 +73,10 @@ def test_the_help_of_a_command_with_a_configuration_lists_every_field(capsys, na
     ("words", "line"),
     [
         (["btch"], "jaxkv: error: unknown command 'btch', did you mean 'batch'?\n"),
-        (["zzz"], "jaxkv: error: unknown command 'zzz', there are demo, batch, fetch, convert, programs, diff, version\n"),
+        (
+            ["zzz"],
+            "jaxkv: error: unknown command 'zzz', there are demo, batch, simulate, calibrate, fetch, convert, programs, diff, version\n",
+        ),
         (["fetch", "nope"], "jaxkv: error: no known model 'nope'; there are: smollm2\n"),
         (["demo", "none.yaml"], "jaxkv: error: cannot read the configuration none.yaml: No such file or directory\n"),
         (["demo", "--pool.page-sise", "3"], "jaxkv: error: unknown field 'pool.page_sise', nearest valid name: pool.page_size\n"),

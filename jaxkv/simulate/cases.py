@@ -1,0 +1,90 @@
+"""Which simulations a configuration asks for: every combination of the grid, each with every seed. Runs none of them."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxkv.config import Config, load_config, scheduler_config
+from jaxkv.config.budget import AUTO_MIB, MIB
+from jaxkv.config.load import canonical
+from jaxkv.errors import ConfigError
+from jaxkv.scheduler.config import validate
+from jaxkv.scheduler.plan import SchedulerConfig
+from jaxkv.simulate.costs import Costs
+from jaxkv.simulate.trace import Request
+from jaxkv.simulate.workload import draw
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One combination of the grid's values, ready to run with any seed."""
+
+    values: Mapping[str, Any]  # by field name, what makes this case
+    config: Config
+    settings: SchedulerConfig
+    costs: Costs
+    num_staging: int  # transfer chunks that may be in flight
+
+    @property
+    def name(self) -> str:
+        """`victim smallest, resume head`."""
+        return ", ".join(f"{field.rpartition('.')[2]} {_word(value)}" for field, value in self.values.items()) or "as configured"
+
+    def requests(self, seed: int) -> tuple[Request, ...]:
+        """Its load; seeds count from 0."""
+        return draw(self.config.workload, self.config.workload.seed + seed)
+
+
+def list_cases(config: Config) -> list[Case]:
+    """Every combination, checked; ConfigError for what cannot run, before anything does."""
+    grid = {_axis(name): values for name, values in config.sweep.grid.items()}
+    if len(grid) < len(config.sweep.grid):
+        raise ConfigError("sweep.grid: one field stands twice, with dashes and with underscores")
+    for name, values in grid.items():
+        if not values:
+            raise ConfigError(f"sweep.grid: {name} has no values; name some, or leave it out")
+    base = config.to_dict() | {"sweep": {}}
+    combinations = itertools.product(*grid.values())
+    return [make_case(base, dict(zip(grid, values, strict=True))) for values in combinations]
+
+
+def make_case(base: Mapping[str, Any], values: dict[str, Any]) -> Case:
+    """One combination as a configuration of its own."""
+    config = load_config(base, values)
+    tokens, page_size, transfer = config.pool.tokens, config.pool.page_size, config.transfer
+    if tokens is None:
+        raise ConfigError("pool.tokens: null takes a share of the device's memory, and a simulation has no device; set it")
+    if tokens < page_size:
+        raise ConfigError(f"pool.tokens: got {tokens}, less than one page of {page_size} tokens; raise it")
+    costs = Costs.of(config.simulate)
+    chunk_bytes = costs.token_bytes * page_size * transfer.chunk_pages
+    num_staging = transfer.staging_mib * MIB // chunk_bytes
+    if not num_staging:
+        raise ConfigError(
+            f"transfer.staging_mib: got {transfer.staging_mib}, one chunk of {transfer.chunk_pages} pages takes "
+            f"{chunk_bytes / MIB:.1f} MiB; raise it to {-(-chunk_bytes // MIB)} or lower transfer.chunk_pages"
+        )
+    budget = config.scheduler.host_budget_mib
+    settings = scheduler_config(
+        config,
+        num_pages=tokens // page_size,
+        max_len=config.model.max_len or tokens,
+        chunk_bytes=chunk_bytes,
+        budget=None if budget is None else (AUTO_MIB if budget == "auto" else budget) * MIB,
+        hold=transfer.mode == "hold",
+    )
+    validate(settings)
+    draw(config.workload, config.workload.seed)  # a trace is read now, not in the middle of the work
+    return Case(values, config, settings, costs, num_staging)
+
+
+def _axis(name: str) -> str:
+    field = canonical(name)
+    if field.startswith("sweep."):
+        raise ConfigError(f"sweep.grid: {field} says what is compared and cannot be compared itself; take it out")
+    return field
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value)

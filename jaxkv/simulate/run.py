@@ -1,0 +1,185 @@
+"""One simulation: the engine's loop around the real scheduler, with costs in the place of programs and a clock that only adds.
+
+The order is that of `Engine.step`: copies that have landed, a plan, copies that leave, a prompt chunk and a decode step, the outcome. Where
+nothing can be computed the clock goes on to the next landing or arrival.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from jaxkv.scheduler.need import DoesNotFit
+from jaxkv.scheduler.plan import Chunk, Note, Outcome, Plan, SchedulerConfig
+from jaxkv.scheduler.scheduler import Scheduler
+from jaxkv.scheduler.sequence import State
+from jaxkv.simulate.costs import Costs
+from jaxkv.simulate.result import Result, Story, summarize
+from jaxkv.simulate.trace import Request
+
+MAX_IDLE_STEPS = 100_000  # in a row, without anything computed, moved or awaited: more is a scheduler that is stuck
+COUNTED = ("num_parks", "num_parks_dropped", "num_restores", "num_replayed_tokens", "num_rotations", "num_last_resorts")
+
+
+class Watcher(Protocol):
+    """Looks at every step, for pictures."""
+
+    def look(self, scheduler: Scheduler, now: float) -> None: ...
+
+
+def simulate(
+    config: SchedulerConfig, requests: Sequence[Request], costs: Costs, num_staging: int, watcher: Watcher | None = None
+) -> tuple[Result, list[Story]]:
+    """Serve the requests (in order of arrival); the figures of the whole, and what became of each.
+
+    `num_staging` is how many transfer chunks may be in flight. Raises ValueError for settings that a scheduler does not take.
+    """
+    return Simulation(config, requests, costs, num_staging, watcher).run()
+
+
+class Simulation:
+    """The clock, the copies in flight and each request's story so far."""
+
+    def __init__(
+        self, config: SchedulerConfig, requests: Sequence[Request], costs: Costs, num_staging: int, watcher: Watcher | None = None
+    ) -> None:
+        self.scheduler = Scheduler(config)
+        self.now = 0.0
+        self._costs, self._requests, self._watcher = costs, requests, watcher
+        self._num_staging, self._chunk_bytes = num_staging, config.chunk_bytes
+        self._next = 0  # the request that arrives next
+        self._left: dict[int, int] = {}  # tokens that each live one has yet to make
+        self._limits: dict[int, int] = {}
+        self._flights: deque[tuple[float, bool, Chunk]] = deque()  # (lands at, is a park, chunk): one copy after another
+        self._line_s: dict[int, float] = {}
+        self._away: dict[int, float] = {}  # parked and not running again: since when
+        self._pauses: dict[int, list[float]] = {}
+        self._ends: dict[int, tuple[float, str]] = {}
+        self._num_steps = self._num_out = self._num_back = self._num_idle = 0
+
+    def run(self) -> tuple[Result, list[Story]]:
+        """Until everybody has ended and everything has landed."""
+        while self._next < len(self._requests) or not self.scheduler.is_idle:
+            self.step()
+        counters = self.scheduler.counters
+        counts = {name: getattr(counters, name, 0) for name in COUNTED}
+        counts |= {"host_bytes": self._num_out * self._chunk_bytes, "device_bytes": self._num_back * self._chunk_bytes}
+        counts |= {"host_peak_bytes": counters.host_bytes_peak, "num_steps": self._num_steps}
+        stories = [self._story(seq_id) for seq_id in range(len(self._requests))]
+        return summarize(stories, counts), stories
+
+    def step(self) -> None:
+        """One turn of the engine, in simulated time."""
+        self._arrive()
+        if self._flights:
+            self._land()
+        plan = self.scheduler.plan(self.now, self._num_staging - len(self._flights))
+        if plan.notes:
+            self._take_notes(plan.notes)
+        if plan.park or plan.restore:
+            self._depart(plan)
+        if self._watcher is not None:
+            self._watcher.look(self.scheduler, self.now)
+        if plan.decode or plan.prefill:
+            self._compute(plan)
+        else:
+            self._wait(plan)
+
+    def _arrive(self) -> None:
+        requests = self._requests
+        while self._next < len(requests) and requests[self._next].arrival_s <= self.now:
+            seq_id, request = self._next, requests[self._next]
+            self._next += 1
+            try:
+                limit = self.scheduler.add(seq_id, request.prompt_len, request.max_tokens, request.arrival_s)
+            except DoesNotFit:
+                self._ends[seq_id] = self.now, "refused"
+                continue
+            self._limits[seq_id] = limit
+            self._left[seq_id] = min(limit, request.answer_len)
+            self._pauses[seq_id] = []
+
+    def _land(self) -> None:
+        """Tell the scheduler which copies arrived by now."""
+        parked: list[Chunk] = []
+        restored: list[Chunk] = []
+        while self._flights and self._flights[0][0] <= self.now:
+            _, is_park, chunk = self._flights.popleft()
+            (parked if is_park else restored).append(chunk)
+        if parked or restored:
+            self.scheduler.commit(Outcome(parked=tuple(parked), restored=tuple(restored)), self.now)
+
+    def _depart(self, plan: Plan) -> None:
+        """Copies use one channel, in the order in which they leave."""
+        free_at = max(self.now, self._flights[-1][0]) if self._flights else self.now
+        for is_park, chunks in ((True, plan.park), (False, plan.restore)):
+            for chunk in chunks:
+                free_at += self._costs.land_s
+                self._flights.append((free_at, is_park, chunk))
+        self._num_out += len(plan.park)
+        self._num_back += len(plan.restore)
+
+    def _compute(self, plan: Plan) -> None:
+        """The clock goes on by what the step takes; then every token is counted."""
+        self._num_steps += 1
+        self._num_idle = 0
+        if self._away:
+            self._note_returns(plan)
+        self.now += self._costs.step(plan)
+        left, finished, decoded = self._left, {}, []
+        for row in plan.decode:
+            seq_id = row.seq_id
+            decoded.append(seq_id)
+            left[seq_id] -= 1
+            if not left[seq_id]:
+                finished[seq_id] = "stop"
+        prefill = plan.prefill
+        if prefill is not None and prefill.is_last:
+            left[prefill.seq_id] -= 1
+            if not left[prefill.seq_id]:
+                finished[prefill.seq_id] = "stop"
+        self.scheduler.commit(Outcome(prefilled=prefill, decoded=tuple(decoded), finished=finished), self.now)
+        for seq_id in finished:
+            self._end(seq_id, "finished")
+
+    def _note_returns(self, plan: Plan) -> None:
+        """A pause is over when it runs again."""
+        running = [row.seq_id for row in plan.decode]
+        if plan.prefill is not None:
+            running.append(plan.prefill.seq_id)
+        for seq_id in running:
+            if seq_id in self._away:
+                self._pauses[seq_id].append(self.now - self._away.pop(seq_id))
+
+    def _take_notes(self, notes: Sequence[Note]) -> None:
+        for note in notes:
+            seq_id = note.seq_id
+            if note.kind == "park":
+                self._away.setdefault(seq_id, self.now)
+            elif note.kind == "admit":
+                self._line_s[seq_id] = self.now - self._requests[seq_id].arrival_s
+            elif note.kind == "over_budget" and self.scheduler.state(seq_id) is State.FAILED:
+                self._end(seq_id, "failed")
+
+    def _end(self, seq_id: int, how: str) -> None:
+        self._ends[seq_id] = self.now, how
+        if seq_id in self._away:
+            self._pauses[seq_id].append(self.now - self._away.pop(seq_id))
+        self.scheduler.forget(seq_id)
+
+    def _wait(self, plan: Plan) -> None:
+        """Nothing to compute: on to whatever comes next."""
+        self.now += self._costs.step(plan)
+        coming = [self._flights[0][0]] if self._flights else []
+        if self._next < len(self._requests):
+            coming.append(self._requests[self._next].arrival_s)
+        if coming:
+            self.now = max(self.now, min(coming))
+        self._num_idle += 1
+        assert self._num_idle < MAX_IDLE_STEPS, f"the scheduler is stuck at {self.now} s: {self.scheduler.snapshot()}"
+
+    def _story(self, seq_id: int) -> Story:
+        request, (end_s, how) = self._requests[seq_id], self._ends[seq_id]
+        made = min(self._limits.get(seq_id, 0), request.answer_len) - self._left.get(seq_id, 0)
+        pauses = tuple(self._pauses.get(seq_id, ()))
+        line_s = self._line_s.get(seq_id, end_s - request.arrival_s)
+        return Story(request.arrival_s, end_s, made, len(pauses), line_s, pauses, how)

@@ -1,0 +1,77 @@
+"""A measured load as a file: one request a line, when it came, how long it was, how urgent. Never what was said.
+
+    {"arrival_s": 0.0, "prompt_tokens": 120, "generated_tokens": 512, "max_tokens": 512, "priority": 0}
+
+`arrival_s` counts from the first request. `max_tokens` (what was asked for at most) and `priority` may be missing: then it asked for what
+it got, with priority 0. Other fields are left alone.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a load. It stops by itself after `answer_len` tokens, though it may have asked for more, `max_tokens`."""
+
+    arrival_s: float
+    prompt_len: int
+    answer_len: int
+    max_tokens: int
+    priority: int = 0
+
+    def to_line(self) -> str:
+        """As a line of a trace."""
+        fields = {
+            "arrival_s": round(self.arrival_s, 6),
+            "prompt_tokens": self.prompt_len,
+            "generated_tokens": self.answer_len,
+            "max_tokens": self.max_tokens,
+            "priority": self.priority,
+        }
+        return json.dumps(fields) + "\n"
+
+
+def read_trace(path: Path) -> list[Request]:
+    """The requests of a trace in order of arrival; ConfigError with the number of the first line that is none."""
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {getattr(error, 'strerror', None) or error}") from None
+    requests = [_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not requests:
+        raise ConfigError(f"the trace {path} holds no request: record one with `jaxkv batch --record-trace FILE`")
+    return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def _read_line(line: str, where: str) -> Request:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: got a {type(fields).__name__}, a trace has one object a line, such as {EXAMPLE}")
+    arrival_s = _number(fields, "arrival_s", where, 0, (int, float))
+    prompt_len, answer_len = (_number(fields, name, where, 1, int) for name in ("prompt_tokens", "generated_tokens"))
+    max_tokens = _number({"max_tokens": answer_len, **fields}, "max_tokens", where, 1, int)
+    priority = _number({"priority": 0, **fields}, "priority", where, None, int)
+    return Request(float(arrival_s), prompt_len, answer_len, max(max_tokens, answer_len), priority)
+
+
+def _number(fields: dict[str, Any], name: str, where: str, least: int | None, kind: Any) -> Any:
+    """A field that is a finite number, and not less than `least`."""
+    value: Any = fields.get(name)
+    is_number = isinstance(value, kind) and not isinstance(value, bool) and value == value and value not in (float("inf"), float("-inf"))
+    if is_number and (least is None or value >= least):
+        return value
+    word = "an integer" if kind is int else "a number"
+    allowed = word if least is None else f"{word} >= {least}"
+    got = "nothing" if name not in fields else json.dumps(value)
+    raise ConfigError(f"{where}: {name}: got {got}, allowed: {allowed}")
+
+
+EXAMPLE = '{"arrival_s": 0.0, "prompt_tokens": 120, "generated_tokens": 512}'
