@@ -194,7 +194,7 @@ class _Copies:
         if layout == "scattered":
             random.Random(0).shuffle(pages)
         size = self._chunk_pages
-        chunks = [Chunk(-1, 0, index, tuple(pages[index * size : (index + 1) * size])) for index in range(self._num_chunks)]
+        chunks = [Chunk(-1, 0, index, tuple(pages[index * size : (index + 1) * size]), -1 - index) for index in range(self._num_chunks)]
 
         def park() -> None:
             for chunk in chunks:
@@ -208,7 +208,8 @@ class _Copies:
             assert not transfer.verify()
 
         took = timed(park), timed(restore)
-        transfer.discard(-1)
+        for chunk in chunks:
+            transfer.discard(chunk.host_id)
         return took
 
     def _land(self, engine: Engine, what: str) -> None:

@@ -159,7 +159,7 @@ def measure_landing(engine: Engine, repeats: int) -> float:
     """Seconds from a chunk's dispatch until it has arrived in host memory, on an idle engine."""
     transfer, layout = engine.parts.transfer, engine.parts.layout
     num_pages = min(engine.config.transfer.chunk_pages, layout.num_pages)
-    chunk, times = Chunk(-1, 0, 0, tuple(range(1, num_pages + 1))), []
+    chunk, times = Chunk(-1, 0, 0, tuple(range(1, num_pages + 1)), host_id=-1), []
     for _ in range(repeats + 1):
         began = time.perf_counter()
         transfer.park(chunk, 0)

@@ -20,7 +20,7 @@ def end(engine: "Engine", seq_id: int, reason: str, error: str | None = None) ->
     if sequence.paused_s is not None:
         stats.pause_s.append(sequence.resume(now))
     sequence.handle.completion = sequence.complete(now, reason, error)
-    engine.parts.transfer.discard(seq_id)
+    engine.parts.transfer.abandon(seq_id)
     engine.scheduler.forget(seq_id)
     stats.e2e_s.append(now - sequence.submitted_s)
     if error is not None:

@@ -44,7 +44,7 @@ class Engine:
     def __init__(self, config: Config, on_stage: OnStage | None = None) -> None:
         self.config = config
         self.parts = start(config, tell_stages(on_stage))
-        self.scheduler = Scheduler(self.parts.scheduler_config)
+        self.scheduler = Scheduler(self.parts.scheduler_config, on_drop=self.parts.transfer.discard)
         self.stats = EngineStats()
         self.observers = Observers(LogObserver())
         self.phases = Phases()

@@ -249,7 +249,7 @@ def warm_up(weights: Weights, pool: PoolHolder, transfer: Transfer, programs: Pr
     pool.arrays, sampled = programs.prefill.run(weights, pool.arrays, prefill)
     pool.arrays, sampled = programs.decode.run(weights, pool.arrays, decode)
     np.asarray(sampled.token)
-    chunk = Chunk(seq_id=-1, epoch=0, index=0, pages=(0,))
+    chunk = Chunk(seq_id=-1, epoch=0, index=0, pages=(0,), host_id=-1)
     for move, settled in ((transfer.park, "parked"), (transfer.restore, "restored")):
         move(chunk, step=0)
         landed = transfer.poll(step=2**30)

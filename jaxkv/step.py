@@ -43,18 +43,17 @@ def land(engine: "Engine") -> None:
     engine.scheduler.commit(Outcome(parked=tuple(landed.parked), restored=tuple(landed.restored)), now)
     engine.observers.tell("on_landed", engine, landed, now)
     for chunk, reason in landed.failed:
-        fail(engine, chunk.seq_id, reason)
+        fail_copy(engine, chunk, reason)
     for chunk in landed.restored:
         resume(engine, chunk.seq_id, now)
 
 
 def resume(engine: "Engine", seq_id: int, now: float) -> None:
-    """If it is back at work, its pause is over and its image is no longer needed."""
+    """If it is back at work, its pause is over."""
     sequence = engine.live(seq_id)
     is_back = sequence is not None and engine.scheduler.state(seq_id) in (State.PREFILLING, State.DECODING)
     if is_back and sequence is not None and sequence.paused_s is not None:
         engine.stats.pause_s.append(sequence.resume(now))
-        engine.parts.transfer.discard(seq_id)
 
 
 def make_plan(engine: "Engine") -> Plan:
@@ -81,19 +80,25 @@ def move(engine: "Engine", plan: Plan) -> None:
     """Issue this step's copies; nothing is waited for. A chunk that did not leave has landed as far as the scheduler is concerned."""
     dropped: list[Chunk] = []
     transfer = engine.parts.transfer
-    for send, chunks in ((transfer.park, plan.park), (transfer.restore, plan.restore)):
+    for send, chunks, for_others in ((transfer.park, plan.park, True), (transfer.restore, plan.restore, False)):
         for chunk in chunks:
             try:
-                if chunk.seq_id in engine.sequences:
+                if for_others or chunk.seq_id in engine.sequences:  # a chunk may belong to other images too
                     send(chunk, engine.num_polls)
                     continue
             except RecompileError:
                 raise
             except Exception as error:
-                fail(engine, chunk.seq_id, f"its pages could not be moved: {error}")
+                fail_copy(engine, chunk, f"its pages could not be moved: {error}")
             dropped.append(chunk)
     if dropped:
         engine.scheduler.commit(Outcome(parked=tuple(dropped)), time.perf_counter())
+
+
+def fail_copy(engine: "Engine", chunk: Chunk, reason: str) -> None:
+    """End those that cannot go on because a copy failed or came back damaged."""
+    for seq_id in engine.scheduler.spoil(chunk):
+        fail(engine, seq_id, reason)
 
 
 def dispatch(engine: "Engine", plan: Plan) -> tuple[Sampled | None, Sampled | None]:
@@ -119,7 +124,7 @@ def collect(engine: "Engine", plan: Plan, prefilled: Sampled | None, decoded: Sa
     failed: dict[int, str] = {}
     samples = None if decoded is None else Samples(decoded)
     for chunk, reason in engine.parts.transfer.verify():
-        fail(engine, chunk.seq_id, reason)
+        fail_copy(engine, chunk, reason)
     if plan.prefill is not None and plan.prefill.is_last and prefilled is not None:
         accept(engine, plan.prefill.seq_id, 0, Samples(prefilled), finished, failed)
     if samples is not None:

@@ -65,6 +65,8 @@ def pressure_numbers(engine: "Engine") -> dict[str, Any]:
         "num_parks_refused": counters.num_parks_refused,
         "num_restores": counters.num_restores,
         "num_last_resorts": counters.num_last_resorts,
+        "num_kept_hits": counters.num_kept_hits,
+        "kept_bytes_saved": counters.kept_bytes_saved,
         "host_bytes_peak": counters.host_bytes_peak,
         "host_bytes_end": counters.host_bytes,
         "pool_pages": layout.num_pages,

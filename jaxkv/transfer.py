@@ -5,6 +5,8 @@ orders the gather before the next donated step, so staged pages are free as soon
 for, and that is a poll with `is_ready()`. In hold mode the gather itself writes to the host, nothing is staged, and pages are free when it
 is done. Images are opaque here: never indexed, never computed on.
 
+What lies in host memory is known by number. Who needs it, and when it may go, the scheduler says.
+
 Knows nothing of requests or rows: chunks come in, chunks that arrived go out.
 """
 
@@ -64,7 +66,7 @@ def _poll_waits(source: Array, there: NamedSharding) -> bool:
 
 @dataclass(slots=True)
 class HostChunk:
-    """One chunk of an image: its pages of every layer in host memory, and their checksum."""
+    """One chunk in host memory: its pages of every layer, and their checksum."""
 
     pages: Any  # PoolArrays in pinned memory, or the same as NumPy arrays
     checksum: Any  # a uint32 scalar
@@ -78,6 +80,7 @@ class Outbound:
     host: HostChunk
     started_step: int
     started_s: float
+    is_wanted: bool = True  # False once it has failed
 
 
 @dataclass(slots=True)
@@ -89,6 +92,7 @@ class Inbound:
     staged: Any
     started_step: int
     started_s: float
+    is_wanted: bool = True  # False once it has failed, or its sequence does not wait for it any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +137,14 @@ class TransferSettings:
 
 
 class Transfer:
-    """Owns the images and the copies in flight. `pool` is the one holder of the pool's arrays; scatters replace them there."""
+    """Owns what lies in host memory and the copies in flight. `pool` is the one holder of the pool's arrays; scatters replace them."""
 
     def __init__(self, pool: "PoolHolder", layout: PoolLayout, host: HostMemory, settings: TransferSettings) -> None:
         self._pool = pool
         self._layout = layout
         self._host = host
         self._settings = settings
-        self._images: dict[int, dict[int, HostChunk]] = {}
+        self.stored: dict[int, HostChunk] = {}  # by host_id
         self._out: list[Outbound] = []
         self._in: list[Inbound] = []
         self._unverified: list[Unverified] = []
@@ -166,7 +170,7 @@ class Transfer:
         now = time.perf_counter()
         pages, checksum = self._pool.gather(self._ids(chunk, TRASH_PAGE))
         host = HostChunk(self._to_host(pages), checksum)
-        self._images.setdefault(chunk.seq_id, {})[chunk.index] = host
+        self.stored[chunk.host_id] = host
         self._out.append(Outbound(chunk, host, step, now))
         self.stats.bytes_to_host += self.chunk_bytes
         if self._settings.blocking:
@@ -174,7 +178,7 @@ class Transfer:
 
     def restore(self, chunk: Chunk, step: int) -> None:
         """Start bringing a chunk back into the pages that it names, which nobody else may hold."""
-        host = self._images[chunk.seq_id][chunk.index]
+        host = self.stored[chunk.host_id]
         staged = jax.device_put(host.pages, self._pool.sharding)
         self._in.append(Inbound(chunk, host, staged, step, time.perf_counter()))
         self.stats.bytes_to_device += self.chunk_bytes
@@ -200,9 +204,14 @@ class Transfer:
         """Start counting anew, e.g. after warming up; what kind of memory images got stays known."""
         self.stats = TransferStats(memory_kinds=self.stats.memory_kinds)
 
-    def discard(self, seq_id: int) -> None:
-        """Forget an image. Copies in flight keep their own references until they are done, and report as ever."""
-        self._images.pop(seq_id, None)
+    def discard(self, host_id: int) -> None:
+        """Forget a chunk in host memory. Copies in flight keep their own references until they are done, and report as ever."""
+        self.stored.pop(host_id, None)
+
+    def abandon(self, seq_id: int) -> None:
+        """A sequence does not wait for its copies back any more: they report as ever, and write nothing."""
+        for flight in self._in:
+            flight.is_wanted = flight.is_wanted and flight.chunk.seq_id != seq_id
 
     def drain(self) -> None:
         """Wait for every copy in flight, then forget everything; used at the end only."""
@@ -210,11 +219,7 @@ class Transfer:
             jax.block_until_ready((flight.host.pages, flight.host.checksum))
         for arriving in self._in:
             jax.block_until_ready(arriving.staged)
-        self._out, self._in, self._images = [], [], {}
-
-    def image_chunks(self, seq_id: int) -> dict[int, HostChunk]:
-        """The chunks of one image, by index (empty when there is none)."""
-        return self._images.get(seq_id, {})
+        self._out, self._in, self.stored = [], [], {}
 
     def _ids(self, chunk: Chunk, padding: int) -> np.ndarray:
         ids = np.full(self._settings.chunk_pages, padding, np.int32)
@@ -241,25 +246,24 @@ class Transfer:
             return self._timed_out(flight, landed)
         landed.restored.append(flight.chunk)
         self.stats.restore_s.append(time.perf_counter() - flight.started_s)
-        if flight.chunk.seq_id in self._images:  # else it was cancelled meanwhile, and its pages are not ours to write
+        if flight.is_wanted:
             try:
                 written = self._pool.scatter(flight.staged, self._ids(flight.chunk, self._layout.num_pages + 1))
                 self._unverified.append(Unverified(flight.chunk, int(flight.host.checksum), written))
             except Exception as error:  # this sequence's trouble; a compilation is counted by the guard all the same
                 landed.failed.append((flight.chunk, f"its pages could not be put back: {error}"))
-                self.discard(flight.chunk.seq_id)
         return True
 
     def _is_late(self, flight: Outbound | Inbound, step: int) -> bool:
         return step - flight.started_step < self._settings.delay_steps
 
     def _timed_out(self, flight: Outbound | Inbound, landed: Landed) -> bool:
-        """A copy that takes too long fails its sequence once; it stays in flight, so nothing it may touch is handed on. Returns False."""
+        """A copy that takes too long fails once; it stays in flight, so nothing it may touch is handed on. Returns False."""
         waited = time.perf_counter() - flight.started_s
-        if waited > self._settings.timeout_s and flight.chunk.seq_id in self._images:
+        if waited > self._settings.timeout_s and flight.is_wanted:
+            flight.is_wanted = False
             reason = f"a copy was not done after {waited:.1f} s, transfer.timeout_s allows {self._settings.timeout_s}"
             landed.failed.append((flight.chunk, reason))
-            self.discard(flight.chunk.seq_id)
         return False
 
 

@@ -7,9 +7,11 @@ import bisect
 import heapq
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxkv.scheduler.ledger import HostLedger, PageLedger
+from jaxkv.scheduler.images import HostLedger, ImageChunk
+from jaxkv.scheduler.ledger import PageLedger
 from jaxkv.scheduler.lines import Line
 from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Plan, PrefillChunk, SchedulerConfig, TableUpdate
 from jaxkv.scheduler.sequence import Sequence, State
@@ -20,8 +22,9 @@ class Flight:
     """A dispatched chunk, and what comes back when it lands."""
 
     chunk: Chunk
+    image_chunk: ImageChunk
+    is_park: bool
     pages: tuple[int, ...] = ()
-    num_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class Counters:
     num_last_resorts: int = 0
     num_restores: int = 0
     num_ended_parked: int = 0  # ended between a park and the end of the restore
+    num_kept_hits: int = 0  # chunks that a park found in host memory and did not copy
+    kept_bytes_saved: int = 0  # theirs, padding included
     host_bytes: int = 0
     host_bytes_peak: int = 0
     pool_use_at_park: list[float] = field(default_factory=list)  # held pages / all pages, at each park that pressure caused
@@ -69,10 +74,10 @@ class Turn:
 class Books:
     """The sequences, the rows, the lines, the copies in flight and the two ledgers."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, on_drop: Callable[[int], None] = lambda host_id: None) -> None:
         self.config = config
         self.pages = PageLedger(config.num_pages)
-        self.host = HostLedger(config.host_budget_bytes)
+        self.host = HostLedger(config.host_budget_bytes, config.chunk_bytes, keep=config.keep_images, on_drop=on_drop)
         self.counters = Counters()
         self.random = random.Random(config.park_seed)
         self.num_steps = 0

@@ -65,10 +65,10 @@ def end_one_if_stuck(books: Books, turn: Turn) -> None:
     assert others, "a resident alone can always go on"
     sizes = [Candidate(seq.seq_id, seq.num_cells, len(seq.pages), seq.order, seq.num_parks, False) for seq in others]
     seq = books.sequences[policies.smallest(sizes).seq_id]
-    num_pages, _, num_bytes = image_size(books, seq)
+    num_pages, num_bytes = image_size(books, seq)
     reason = (
-        f"the pool is full and nobody can go on: this sequence's image takes {num_bytes} bytes, and {books.host.held} of the host budget's "
-        f"{books.host.budget} are held; raise scheduler.host_budget_mib or pool.tokens"
+        f"the pool is full and nobody can go on: this sequence's image takes {num_bytes} bytes, and {books.host.in_use} of the host "
+        f"budget's {books.host.budget} are held; raise scheduler.host_budget_mib or pool.tokens"
     )
     end(books, seq, State.FAILED, reason)
     books.counters.num_failed += 1

@@ -1,5 +1,7 @@
 """The invariants of the books, checked after every step in tests. Slow and obvious on purpose."""
 
+from collections import Counter
+
 from jaxkv.scheduler.books import Books
 from jaxkv.scheduler.need import most_cells, need, pages_for
 from jaxkv.scheduler.sequence import AWAY, RUNNING, Sequence, State
@@ -40,10 +42,21 @@ def check_pages(books: Books, live: list[Sequence]) -> None:
 
 
 def check_host(books: Books, live: list[Sequence]) -> None:
-    """Host bytes are the images and what outlives its sequence, and never above the budget."""
-    expected = sum(seq.image_bytes for seq in live) + sum(flight.num_bytes for flight in books.flights.values())
-    assert books.host.held == expected, f"{books.host.held} host bytes held, {expected} accounted for"
-    assert books.host.budget is None or books.host.held <= books.host.budget, f"{books.host.held} bytes of {books.host.budget}"
+    """Every chunk in host memory is one that an image, a keeper or a copy needs; the budget holds."""
+    host = books.host
+    assert host.budget is None or host.held <= host.budget, f"{host.held} bytes of {host.budget}"
+    users = {(chunk.host_id, seq.seq_id) for seq in live for chunk in seq.image}
+    assert users == {(chunk.host_id, seq_id) for chunk in host.chunks.values() for seq_id in chunk.users}, "the images are not those in use"
+    kept = Counter(chunk.host_id for seq in live for chunk in seq.kept.values() if not chunk.is_gone)
+    flying = Counter(flight.image_chunk.host_id for flight in books.flights.values())
+    for host_id, chunk in host.chunks.items():
+        assert (chunk.num_keepers, chunk.num_copies) == (kept[host_id], flying[host_id]), f"{chunk} is kept or copied by somebody else"
+        assert chunk.users or kept[host_id] or flying[host_id], f"{chunk} is needed by nobody"
+        assert (host_id in host.spare) == (not chunk.users and not flying[host_id]), f"{chunk} is spare, or is not"
+    assert kept.keys() | flying.keys() | host.spare.keys() <= host.chunks.keys(), "a chunk is used that is gone"
+    due = {chunk.host_id for seq in live for chunk in seq.copies_due}
+    lost = [chunk for chunk in host.chunks.values() if chunk.users and not (chunk.is_here or chunk.num_copies or chunk.host_id in due)]
+    assert not lost, f"nobody copies {lost}"
 
 
 def check_parks(books: Books, live: list[Sequence]) -> None:
@@ -67,7 +80,10 @@ def check_sequence(books: Books, seq: Sequence) -> None:
     assert (seq.row is None) == (seq.state in (State.WAITING, State.PARKING, State.PARKED))
     assert (seq.parked_since is not None) == (seq.state in AWAY)
     if seq.state in AWAY:
-        assert seq.image_pages == num_pages
+        assert seq.image_pages == num_pages == sum(chunk.span.num_pages for chunk in seq.image)
+        assert not seq.kept
+    else:
+        assert not seq.image and not seq.image_pages
     if seq.row is None:
         assert not seq.pages
     else:

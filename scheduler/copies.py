@@ -7,82 +7,108 @@ from collections import deque
 from collections.abc import Iterator
 
 from jaxkv.scheduler.books import Books, Flight, Turn
+from jaxkv.scheduler.images import Span, cut
 from jaxkv.scheduler.need import pages_for
 from jaxkv.scheduler.plan import Chunk, Note
 from jaxkv.scheduler.sequence import AWAY, Sequence, State
 
 
-def image_size(books: Books, seq: Sequence) -> tuple[int, int, int]:
-    """Pages, chunks and host bytes (padding included) that its image takes."""
-    num_pages = pages_for(seq.num_cells, books.config.page_size)
-    num_chunks = -(-num_pages // books.config.chunk_pages)
-    return num_pages, num_chunks, num_chunks * books.config.chunk_bytes
+def spans(books: Books, seq: Sequence) -> list[Span]:
+    """The spans of pages that an image of it would have now."""
+    config = books.config
+    return cut(pages_for(seq.num_cells, config.page_size), seq.num_cells // config.page_size, config.chunk_pages, seq.page_keys)
+
+
+def image_size(books: Books, seq: Sequence) -> tuple[int, int]:
+    """Pages of its image, and the host bytes (padding included) that it adds to those in use."""
+    return pages_for(seq.num_cells, books.config.page_size), books.host.added(spans(books, seq), seq.kept)
 
 
 def has_room(books: Books, residents: list[Sequence]) -> bool:
     """Whether the host budget holds the images of all of them, beside those it holds now."""
-    sizes = [image_size(books, seq) for seq in residents]
-    return books.host.has_room(sum(size[1] for size in sizes), sum(size[2] for size in sizes))
+    images = [(spans(books, seq), seq.kept) for seq in residents]
+    return books.host.has_room(sum(len(image) for image, _ in images), sum(books.host.added(image, kept) for image, kept in images))
 
 
 def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     """Send a resident away, or leave all as it was and say False when its image does not fit the host budget."""
-    num_pages, num_chunks, num_bytes = image_size(books, seq)
-    if not books.host.reserve(num_chunks, num_bytes):
+    image = books.host.take(seq.seq_id, spans(books, seq), seq.kept)
+    if image is None:
         return False
-    image, spare = seq.pages[:num_pages], seq.pages[num_pages:]
-    books.pages.give_back(seq.seq_id, spare)
-    books.pages.leave(seq.seq_id, image)
+    books.host.let_go(seq.kept)
+    seq.image, seq.kept = image, {}
+    seq.image_pages = pages_for(seq.num_cells, books.config.page_size)
+    seq.copies_due = begin_copies(seq, [not chunk.is_sent for chunk in image])
+    seq.copies_left = {index for index, chunk in enumerate(image) if not chunk.is_here}
+    leaving = {page: None for chunk in seq.copies_due for page in chunk.pages}
+    books.pages.leave(seq.seq_id, list(leaving))
+    books.pages.give_back(seq.seq_id, [page for page in seq.pages if page not in leaving])
     books.leave_row(seq)
     seq.pages = []
-    seq.epoch += 1
-    seq.image_pages, seq.image_bytes = num_pages, num_bytes
-    seq.copies_due = cut(books, seq, image)
-    seq.state = State.PARKING if num_chunks else State.PARKED
+    seq.state = State.PARKING if seq.copies_left else State.PARKED
     seq.num_parks += 1
     seq.parked_since = turn.now
     seq.park_asked = seq.was_refused = seq.has_way = seq.way_refused = False
     seq.num_bypassed = 0
     books.parked.append(seq)
-    if num_chunks:
+    if seq.copies_due:
         books.to_park.append(seq)
     books.counters.num_parks += 1
-    turn.notes.append(Note("park", seq.seq_id, cause, seq.num_cells, num_pages, num_bytes))
+    num_bytes, new_bytes = (num * books.config.chunk_bytes for num in (len(image), len(seq.copies_due)))
+    turn.notes.append(Note("park", seq.seq_id, cause, seq.num_cells, seq.image_pages, num_bytes, num_bytes - new_bytes))
     return True
 
 
 def start_restore(books: Books, seq: Sequence) -> None:
     """Begin to fill the pages it was just given."""
-    seq.epoch += 1
-    seq.copies_due = cut(books, seq, seq.pages[: seq.image_pages])
+    seq.copies_due = begin_copies(seq, [True] * len(seq.image))
+    seq.copies_left = set(range(len(seq.image)))
     seq.state = State.RESTORING
     if seq.copies_due:
         books.to_restore.append(seq)
-    else:
+    go_on(books, seq)
+
+
+def begin_copies(seq: Sequence, is_due: list[bool]) -> deque[Chunk]:
+    """The transfers of a new epoch: the chunks of its image that are due."""
+    seq.epoch += 1
+    due: deque[Chunk] = deque()
+    for index, chunk in enumerate(seq.image):
+        if is_due[index]:
+            pages = seq.pages[chunk.span.first : chunk.span.first + chunk.span.num_pages]
+            due.append(Chunk(seq.seq_id, seq.epoch, index, tuple(pages), chunk.host_id))
+    return due
+
+
+def go_on(books: Books, seq: Sequence) -> None:
+    """The next state of one that moves, once no copy is due or under way."""
+    if seq.copies_due or seq.copies_left:
+        return
+    if seq.state is State.PARKING:
+        seq.state = State.PARKED
+    elif seq.state is State.RESTORING:
         finish_restore(books, seq)
 
 
 def finish_restore(books: Books, seq: Sequence) -> None:
     """Back to work, as it was before the park."""
-    books.host.release(seq.image_bytes)
-    seq.image_pages = seq.image_bytes = 0
+    seq.kept = books.host.keep(seq.seq_id, seq.image)
+    seq.image = []
+    seq.image_pages = 0
     seq.parked_since = None
     seq.state = State.PREFILLING if seq.num_cells < seq.prompt_len else State.DECODING
     books.counters.num_restores += 1
 
 
-def cut(books: Books, seq: Sequence, pages: list[int]) -> deque[Chunk]:
-    """An image's pages as chunks of its present epoch."""
-    size = books.config.chunk_pages
-    starts = range(0, len(pages), size)
-    return deque(Chunk(seq.seq_id, seq.epoch, index, tuple(pages[start : start + size])) for index, start in enumerate(starts))
-
-
 def dispatch_parks(books: Books, turn: Turn) -> None:
     """Send park chunks, those that left first before others. Staged pages are free at once, held ones when they land."""
     for seq, chunk in due(books.to_park, turn):
+        if seq.image[chunk.index].is_sent:  # by another sequence with the same pages
+            books.pages.give_back(seq.seq_id, chunk.pages)
+            go_on(books, seq)
+            continue
         turn.park.append(chunk)
-        flight = depart(books, seq, chunk)
+        flight = depart(books, turn, seq, chunk)
         if books.config.hold:
             flight.pages = chunk.pages
         else:
@@ -93,74 +119,93 @@ def dispatch_restores(books: Books, turn: Turn) -> None:
     """Send restore chunks, in the order of the returns."""
     for seq, chunk in due(books.to_restore, turn):
         turn.restore.append(chunk)
-        depart(books, seq, chunk)
+        depart(books, turn, seq, chunk)
 
 
 def due(line: deque[Sequence], turn: Turn) -> Iterator[tuple[Sequence, Chunk]]:
-    """The next chunks of a line, as many as this step may still send."""
+    """The next chunks of a line, for as long as this step may send any."""
     while line:
         if not line[0].copies_due:
             line.popleft()
         elif turn.chunks_left:
-            turn.chunks_left -= 1
             yield line[0], line[0].copies_due.popleft()
         else:
             return
 
 
-def depart(books: Books, seq: Sequence, chunk: Chunk) -> Flight:
+def depart(books: Books, turn: Turn, seq: Sequence, chunk: Chunk) -> Flight:
     """Enter a chunk in the register of flights."""
-    flight = Flight(chunk)
+    turn.chunks_left -= 1
+    flight = Flight(chunk, seq.image[chunk.index], is_park=seq.state is State.PARKING)
     books.flights[chunk.seq_id, chunk.epoch, chunk.index] = flight
-    seq.copies_out.add(chunk.index)
+    books.host.send(flight.image_chunk)
     return flight
 
 
 def land(books: Books, chunk: Chunk) -> None:
-    """A copy is done: its accounts are settled once; the sequence moves on if this was the last chunk of its present epoch."""
+    """A copy is done: its accounts are settled once, and those move on who waited for nothing else."""
     flight = books.flights.pop((chunk.seq_id, chunk.epoch, chunk.index), None)
     if flight is None:
         return  # reported before
     books.pages.give_back(chunk.seq_id, flight.pages)
-    books.host.release(flight.num_bytes)
+    books.host.land(flight.image_chunk)
+    for seq in waiting_for(books, flight):
+        seq.copies_left.discard(chunk.index)
+        go_on(books, seq)
+
+
+def waiting_for(books: Books, flight: Flight) -> list[Sequence]:
+    """Those that cannot move on before a copy is done: of a restore its own sequence, of a park all whose image the chunk belongs to."""
+    if flight.is_park:
+        return [books.sequences[seq_id] for seq_id in sorted(flight.image_chunk.users)]
+    seq = books.sequences.get(flight.chunk.seq_id)
+    return [seq] if seq is not None and seq.epoch == flight.chunk.epoch else []
+
+
+def spoil(books: Books, chunk: Chunk) -> tuple[int, ...]:
+    """Trust a place in host memory no more; returns those that cannot go on."""
+    lost: set[int] = set()
+    image_chunk = books.host.chunks.get(chunk.host_id)
+    if image_chunk is not None:
+        books.host.spoil(image_chunk)
+        lost |= set() if image_chunk.is_here else image_chunk.users
     seq = books.sequences.get(chunk.seq_id)
-    if seq is None or seq.epoch != chunk.epoch:
-        return
-    seq.copies_out.discard(chunk.index)
-    if seq.copies_due or seq.copies_out:
-        return
-    if seq.state is State.PARKING:
-        seq.state = State.PARKED
-    else:
-        finish_restore(books, seq)
+    if seq is not None and not seq.is_over and seq.epoch == chunk.epoch:
+        lost.add(chunk.seq_id)
+    return tuple(sorted(lost))
 
 
 def end(books: Books, seq: Sequence, state: State, reason: str) -> None:
     """End a live sequence. What no copy touches comes back now; what is in flight comes back when it lands."""
     books.counters.num_ended_parked += seq.state in AWAY
     books.leave_row(seq)
-    _give_back(books, seq)
+    drop_image(books, seq)
     seq.state, seq.reason = state, reason
-    seq.epoch += 1
-    seq.pages = []
-    seq.copies_due.clear()
-    seq.copies_out.clear()
-    seq.image_pages = seq.image_bytes = 0
     seq.parked_since = None
     books.num_live -= 1
 
 
-def _give_back(books: Books, seq: Sequence) -> None:
+def drop_image(books: Books, seq: Sequence) -> None:
+    """Give back the pages and the image of one that ends or starts anew."""
+    _give_back_pages(books, seq)
+    books.host.release(seq.seq_id, seq.image)
+    books.host.let_go(seq.kept)
+    seq.image, seq.kept, seq.pages = [], {}, []
+    seq.image_pages = 0
+    seq.epoch += 1
+    seq.copies_due.clear()
+    seq.copies_left.clear()
+
+
+def _give_back_pages(books: Books, seq: Sequence) -> None:
     in_flight: set[int] = set()
-    for index in seq.copies_out:
-        flight = books.flights[seq.seq_id, seq.epoch, index]
-        flight.num_bytes = books.config.chunk_bytes
-        if seq.state is State.RESTORING:
+    if seq.state is State.RESTORING:
+        for index in seq.copies_left - {chunk.index for chunk in seq.copies_due}:
+            flight = books.flights[seq.seq_id, seq.epoch, index]
             flight.pages = flight.chunk.pages
             books.pages.leave(seq.seq_id, flight.pages)
             in_flight.update(flight.pages)
-    if seq.state is State.PARKING:
+    elif seq.state is State.PARKING:
         for chunk in seq.copies_due:
             books.pages.give_back(seq.seq_id, chunk.pages)
     books.pages.give_back(seq.seq_id, [page for page in seq.pages if page not in in_flight])
-    books.host.release(seq.image_bytes - len(seq.copies_out) * books.config.chunk_bytes)

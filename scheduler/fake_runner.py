@@ -38,7 +38,7 @@ class FakeRunner:
         self.time = 0
         self.pool: Pages = [[None] * config.page_size for _ in range(config.num_pages + 1)]
         self.tables: list[list[int]] = [[] for _ in range(config.rows)]
-        self.images: dict[int, dict[int, Pages]] = {}
+        self.host: dict[int, Pages] = {}  # by the number that chunks call it by
         self.flights: list[Copy] = []
         self.written: dict[int, list[int]] = {}  # the epoch in which each position was computed
         self.epochs: dict[int, int] = {}
@@ -50,9 +50,7 @@ class FakeRunner:
     @property
     def host_bytes(self) -> int:
         """Counted apart from the scheduler: stored chunks and chunks in flight."""
-        stored = {(seq_id, index) for seq_id, image in self.images.items() for index in image}
-        flying = {(copy.chunk.seq_id, copy.chunk.index) for copy in self.flights}
-        return len(stored | flying) * self.config.chunk_bytes
+        return len(self.host.keys() | {copy.chunk.host_id for copy in self.flights}) * self.config.chunk_bytes
 
     def start(self, seq_id: int) -> None:
         """A new sequence, of which nothing is computed."""
@@ -60,9 +58,13 @@ class FakeRunner:
         self.epochs[seq_id] = 0
 
     def drop(self, seq_id: int) -> None:
-        """A sequence has ended: its image goes, its flights land as strays."""
+        """A sequence has ended; its flights land as strays."""
         self.written.pop(seq_id, None)
-        self.images.pop(seq_id, None)
+
+    def drop_chunk(self, host_id: int) -> None:
+        """A place in host memory is not needed any more: nothing may be on its way to it or from it."""
+        assert not any(copy.chunk.host_id == host_id for copy in self.flights), f"host chunk {host_id} goes while a copy touches it"
+        self.host.pop(host_id, None)
 
     def landed(self) -> Outcome:
         """The copies that are done by now."""
@@ -90,13 +92,13 @@ class FakeRunner:
         return Outcome(prefilled=plan.prefill, decoded=tuple(row.seq_id for row in plan.decode))
 
     def _park(self, chunk: Chunk) -> None:
+        assert chunk.host_id not in self.host, f"{chunk} is copied a second time"
         self.epochs[chunk.seq_id] = chunk.epoch
         cells = None if self.config.hold else self._gather(chunk)
         self.flights.append(Copy(chunk, True, self.time + 1 + self.delay(chunk), cells))
 
     def _land_park(self, copy: Copy) -> None:
-        if copy.chunk.seq_id in self.written:
-            self.images.setdefault(copy.chunk.seq_id, {})[copy.chunk.index] = copy.cells or self._gather(copy.chunk)
+        self.host[copy.chunk.host_id] = copy.cells or self._gather(copy.chunk)
 
     def _gather(self, chunk: Chunk) -> Pages:
         return [list(self.pool[page]) for page in chunk.pages]
@@ -105,17 +107,12 @@ class FakeRunner:
         self.epochs[chunk.seq_id] = chunk.epoch
         for page in chunk.pages:
             self.pool[page] = [None] * self.config.page_size
-        image = self.images[chunk.seq_id][chunk.index]
-        self.flights.append(Copy(chunk, False, self.time + 1 + self.delay(chunk), image))
+        self.flights.append(Copy(chunk, False, self.time + 1 + self.delay(chunk), self.host[chunk.host_id]))
 
     def _land_restore(self, copy: Copy) -> None:
         assert copy.cells is not None
         for page, cells in zip(copy.chunk.pages, copy.cells, strict=True):
             self.pool[page] = list(cells)
-        image = self.images.get(copy.chunk.seq_id, {})
-        image.pop(copy.chunk.index, None)
-        if not image:
-            self.images.pop(copy.chunk.seq_id, None)
 
     def _update(self, update: TableUpdate) -> None:
         table = self.tables[update.row]
@@ -152,8 +149,8 @@ class FakeLoop:
     """
 
     def __init__(self, config: SchedulerConfig, delay: Callable[[Chunk], int] = lambda chunk: 0, num_staging: int = 1000) -> None:
-        self.scheduler = Scheduler(config)
         self.runner = FakeRunner(config, delay, num_staging)
+        self.scheduler = Scheduler(config, on_drop=self.runner.drop_chunk)
         self.tokens: dict[int, int] = {}
         self.stops: dict[int, int] = {}
         self.limits: dict[int, int] = {}

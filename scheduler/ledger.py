@@ -1,4 +1,4 @@
-"""Who owns which page, and how many host bytes are taken. Owns page numbers and byte counts; never what they contain.
+"""Who owns which page. Owns page numbers; never what the pages contain.
 
 A page is free, held by one sequence, or leaving: still owned, and a copy may touch it, but nobody computes with it any more.
 """
@@ -57,28 +57,3 @@ class PageLedger:
         assert not free & owned, f"free and owned: {sorted(free & owned)}"
         assert len(free) + len(owned) == self.num_pages, "a page is lost"
         assert self._leaving <= owned, f"leaving without an owner: {sorted(self._leaving - owned)}"
-
-
-class HostLedger:
-    """Host bytes held by images, in-flight copies and padding included, against a budget (None: no limit; 0: no image at all)."""
-
-    def __init__(self, budget: int | None) -> None:
-        self.budget = budget
-        self.held = 0
-        self.peak = 0
-
-    def has_room(self, num_chunks: int, num_bytes: int) -> bool:
-        """Whether images of so many chunks may be held beside what is held now."""
-        return not num_chunks or self.budget is None or (self.budget > 0 and self.held + num_bytes <= self.budget)
-
-    def reserve(self, num_chunks: int, num_bytes: int) -> bool:
-        """Take bytes for an image of so many chunks, or take nothing and say False."""
-        if not self.has_room(num_chunks, num_bytes):
-            return False
-        self.held += num_bytes
-        self.peak = max(self.peak, self.held)
-        return True
-
-    def release(self, num_bytes: int) -> None:
-        assert 0 <= num_bytes <= self.held, f"{num_bytes} bytes come back of {self.held} held"
-        self.held -= num_bytes

@@ -31,6 +31,7 @@ class SchedulerConfig:
     admission: str = "optimistic"  # reserve: whoever comes in finds room for all it may ever need, and nobody is parked
     rotate: str = "shifted"  # whom a head that has waited long may replace: any, none, or those that shifted their context
     rotate_after_s: float = 2.0
+    keep_images: bool = True  # what will not change stays in host memory after a return, while the budget has room
     hold: bool = False  # pages of a parked chunk come back when its copy is done, not when it is dispatched
     planner: bool = True
     park_every: int = 0
@@ -39,12 +40,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One transfer of at most `chunk_pages` pages. `index` counts chunks of the image: it starts at logical page index * chunk_pages."""
+    """One transfer of at most `chunk_pages` pages, to or from one place in host memory. `index` counts the chunks of the image."""
 
     seq_id: int
     epoch: int
     index: int
     pages: tuple[int, ...]
+    host_id: int  # written once, by a park, before any restore reads it; free again when the scheduler says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Note:
     num_tokens: int = 0
     num_pages: int = 0
     num_bytes: int = 0
+    kept_bytes: int = 0  # of these, found in host memory and not copied
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def equals(books: Books, head: Sequence) -> Iterator[Sequence]:
 def applicant(books: Books, turn: Turn, seq: Sequence, spare: int) -> Applicant:
     """The picture of one in the line. It fits if its pages are there, its whole image is, and a chunk may be sent."""
     num_pages = gate_pages(books.config, seq, gate_margin(books) if books.residents else 0)
-    is_ready = seq.state is not State.PARKING and (turn.chunks_left > 0 or not seq.image_pages)
+    is_ready = seq.state is not State.PARKING and (turn.chunks_left > 0 or not seq.image)
     since = seq.added_at if seq.parked_since is None else seq.parked_since
     return Applicant(
         seq.seq_id, seq.num_cells, num_pages, seq.order, seq.num_parks, seq.priority, seq.limit - seq.num_generated, turn.now - since,
@@ -85,7 +85,9 @@ def enter(books: Books, turn: Turn, seq: Sequence) -> None:
     seq.pages = books.pages.take(seq.seq_id, step_pages(books.config, seq))
     seq.entered_at, seq.has_way = turn.now, False
     turn.tables.append(TableUpdate(row, 0, tuple(seq.pages)))
-    turn.notes.append(Note("admit" if is_new else "restore", seq.seq_id, "", seq.num_cells, len(seq.pages), seq.image_bytes))
+    turn.notes.append(
+        Note("admit" if is_new else "restore", seq.seq_id, "", seq.num_cells, len(seq.pages), len(seq.image) * books.config.chunk_bytes)
+    )
     if is_new:
         seq.state = State.PREFILLING
         books.counters.num_admitted += 1

@@ -126,7 +126,7 @@ def park_victim(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
 
 def refuse(books: Books, turn: Turn, seq: Sequence) -> None:
     """Count and tell a park that the host budget does not allow."""
-    num_pages, _, num_bytes = image_size(books, seq)
-    reason = f"its image takes {num_bytes} bytes, and {books.host.held} of the host budget's {books.host.budget} are held"
+    num_pages, num_bytes = image_size(books, seq)
+    reason = f"its image takes {num_bytes} bytes, and {books.host.in_use} of the host budget's {books.host.budget} are held"
     books.counters.num_parks_refused += 1
     turn.notes.append(Note("park_refused", seq.seq_id, reason, seq.num_cells, num_pages, num_bytes))

@@ -4,15 +4,17 @@ It decides who runs, who parks and who returns, and owns page numbers and host b
 (`now` is handed in), so that the same `Scheduler` runs behind the engine, the simulator and the fake runner of the tests.
 """
 
+from collections.abc import Callable
+
 from jaxkv.scheduler.books import Books, Counters, Turn
 from jaxkv.scheduler.build import end_one_if_stuck, fill_batch
 from jaxkv.scheduler.check import check_books
 from jaxkv.scheduler.commit import enter_outcome
 from jaxkv.scheduler.config import validate
-from jaxkv.scheduler.copies import dispatch_parks, end
+from jaxkv.scheduler.copies import dispatch_parks, end, spoil
 from jaxkv.scheduler.forced import park_forced
 from jaxkv.scheduler.need import answer_limit
-from jaxkv.scheduler.plan import Outcome, Plan, SchedulerConfig
+from jaxkv.scheduler.plan import Chunk, Outcome, Plan, SchedulerConfig
 from jaxkv.scheduler.returns import let_in
 from jaxkv.scheduler.room import last_resort, make_room, serve_last_tokens
 from jaxkv.scheduler.sequence import RUNNING, Sequence, State
@@ -23,11 +25,11 @@ from jaxkv.scheduler.way import make_way
 class Scheduler:
     """Who runs, who parks, who returns. Not thread-safe: one loop owns it."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        """Raises ValueError for sizes or names that cannot work."""
+    def __init__(self, config: SchedulerConfig, on_drop: Callable[[int], None] = lambda host_id: None) -> None:
+        """Raises ValueError for sizes or names that cannot work. `on_drop(host_id)`: a place in host memory is not needed any more."""
         validate(config)
         self.config = config
-        self._books = Books(config)
+        self._books = Books(config, on_drop)
 
     def add(self, seq_id: int, prompt_len: int, max_new: int | None, now: float, *, priority: int = 0) -> int:
         """Put a new sequence into the waiting line and return how many tokens it may generate at most.
@@ -113,11 +115,22 @@ class Scheduler:
         """What happened so far."""
         counters, host = self._books.counters, self._books.host
         counters.host_bytes, counters.host_bytes_peak = host.held, host.peak
+        counters.num_kept_hits, counters.kept_bytes_saved = host.num_hits, host.num_hits * host.chunk_bytes
         return counters
 
     def state(self, seq_id: int) -> State:
         """Where a sequence is in its life; KeyError for one never added or forgotten."""
         return self._books.sequences[seq_id].state
+
+    def image(self, seq_id: int) -> tuple[int, ...]:
+        """The places in host memory that it needs to return, in the order of its pages; none while it is here."""
+        seq = self._books.sequences.get(seq_id)
+        return () if seq is None else tuple(chunk.host_id for chunk in seq.image)
+
+    def spoil(self, chunk: Chunk) -> tuple[int, ...]:
+        """A copy failed, or what came back was damaged: nobody will find that place again. Returns who cannot go on because of it:
+        its own sequence, and when the copy to the host is what failed, all those whose image it belongs to."""
+        return spoil(self._books, chunk)
 
     def snapshot(self) -> Snapshot:
         """A frozen picture of everything that lives."""

@@ -15,7 +15,7 @@
     PREFILLING, DECODING -> PARKING       copies.start_park        no row; host bytes for the whole image; its pages are leaving
     PARKING    -> PARKED                  copies.land              host bytes, no pages, no row (at once when it had computed nothing)
     PARKED     -> RESTORING               returns.enter            owns a row and all its pages, its next step's too; not scheduled
-    RESTORING  -> PREFILLING, DECODING    copies.land              as before the park; its host bytes are given back
+    RESTORING  -> PREFILLING, DECODING    copies.land              as before the park; its host bytes are given back, or spare
     any        -> a terminal state        copies.end               no row; what no copy touches is given back now, the rest on landing
 
 Repeating a command is a no-op with a reason. Each park, restore and end starts a new epoch; a copy that lands with an old one changes
@@ -23,9 +23,11 @@ nothing but the accounts.
 """
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from jaxkv.scheduler.images import ImageChunk
 from jaxkv.scheduler.plan import Chunk
 
 
@@ -65,10 +67,13 @@ class Sequence:
     num_generated: int = 0
     epoch: int = 0
 
+    page_keys: tuple[Hashable, ...] = ()  # of its full prompt pages: equal keys, equal content
+
+    image: list[ImageChunk] = field(default_factory=list)  # while it is away
     image_pages: int = 0
-    image_bytes: int = 0
+    kept: dict[int, ImageChunk] = field(default_factory=dict)  # what its last park left in host memory, by first page, while it is here
     copies_due: deque[Chunk] = field(default_factory=deque)  # chunks of the park or restore under way, not yet dispatched
-    copies_out: set[int] = field(default_factory=set)  # indices of those in flight
+    copies_left: set[int] = field(default_factory=set)  # indices of those not done: due, in flight, or on another's account
 
     num_parks: int = 0
     num_shifts: int = 0  # times its context was shifted

@@ -109,9 +109,9 @@ def images_are_pinned_and_polls_do_not_wait(made: Engine) -> None:
     handle = made.submit(tiny.prompt(40), SamplingParams(max_tokens=10, temperature=0, ignore_eos=True))
     tiny.step_to(made, handle, 2)
     assert made.scheduler.park(handle.seq_id) == ""
-    while not parts.transfer.image_chunks(handle.seq_id):
+    while not tiny.image(made, handle.seq_id):
         made.step()
-    held = list(parts.transfer.image_chunks(handle.seq_id).values())
+    held = tiny.image(made, handle.seq_id)
     kinds = {leaf.sharding.memory_kind for host in held for leaf in jax.tree.leaves(host.pages)}
     assert kinds == {"pinned_host"}
     handle.result()

@@ -25,6 +25,7 @@ def scheduler_config(config: Config, *, num_pages: int, max_len: int, chunk_byte
         admission=s.admission,
         rotate=s.rotate,
         rotate_after_s=s.rotate_after_s,
+        keep_images=s.keep_images,
         hold=hold,
         planner=config.debug.planner,
         park_every=config.debug.park_every,

@@ -83,6 +83,9 @@ class SchedulerSection(Section):
         default="auto",
         description="MiB of host memory for parked sequences; auto is 8192, or half of what is available; null is no limit, 0 holds none",
     )
+    keep_images: bool = Field(
+        default=True, description="after a return, what will not change stays in host memory while there is room: the next park copies less"
+    )
 
 
 class TransferSection(Section):

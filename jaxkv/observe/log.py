@@ -34,6 +34,7 @@ class Absence:
     num_tokens: int
     num_pages: int
     image_bytes: int
+    kept_bytes: int  # of these, still there from an earlier park
     parked_s: float
     first_copy_s: float | None = None
     is_told: bool = False  # the line about the park is written
@@ -85,7 +86,7 @@ class LogObserver:
 
     def _take(self, engine: "Engine", note: "Note", now: float) -> None:
         if note.kind == "park":
-            self._away[note.seq_id] = Absence(note.reason, note.num_tokens, note.num_pages, note.num_bytes, now)
+            self._away[note.seq_id] = Absence(note.reason, note.num_tokens, note.num_pages, note.num_bytes, note.kept_bytes, now)
             self._look(engine, note.seq_id, now)  # one that had computed nothing has nothing to copy
         elif note.kind == "restore" and note.seq_id in self._away:
             self._away[note.seq_id].returns_s = now
@@ -110,7 +111,7 @@ class LogObserver:
 
     def _tell_park(self, names: dict[str, Any], absence: Absence, now: float, ended: str | None = None) -> None:
         began = now if absence.first_copy_s is None else absence.first_copy_s
-        self._tell("park", names, absence, now - began, began - absence.parked_s, ended)
+        self._tell("park", names | {"kept_bytes": absence.kept_bytes or None}, absence, now - began, began - absence.parked_s, ended)
 
     def _tell_restore(self, names: dict[str, Any], absence: Absence, returns_s: float, now: float) -> None:
         self._tell("restore", names, absence, now - returns_s, returns_s - absence.parked_s)

@@ -178,7 +178,7 @@ def test_a_damaged_image_fails_its_own_request_with_a_clear_error() -> None:
         tiny.step_to(made, bad, 4)
         made.scheduler.park(bad.seq_id)
         made.step()
-        chunk = made.parts.transfer.image_chunks(bad.seq_id)[0]
+        chunk = tiny.image(made, bad.seq_id)[0]
         k, v = chunk.pages[0]
         flipped = np.array(k)
         flipped.reshape(-1).view(np.uint32)[5] ^= 1 << 3
@@ -268,7 +268,7 @@ def test_a_copy_that_cannot_be_made_ends_its_own_request_and_leaks_nothing(part:
         answer = bad.result()
         assert answer.error == f"its pages {reason}: out of memory"
         tiny.settle(made)
-        assert not made.parts.transfer.image_chunks(bad.seq_id)
+        assert not tiny.image(made, bad.seq_id)
         assert tiny.content(tiny.run(made, prompts[:1], wish)[0]) == expected[0]
 
 

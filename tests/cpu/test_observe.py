@@ -68,7 +68,20 @@ def test_every_park_and_restore_has_its_line_and_none_holds_a_prompt(plain, even
         assert event["num_pages"] == -(-event["num_tokens"] // 4)
         assert event["took_ms"] >= 0 and event["waited_ms"] >= 0
     assert {event["stage"] for event in events if event["event"] == "start"} >= {"check", "compile", "warm up"}
-    allowed = {"event", "stage", "seq_id", "name", "why", "num_tokens", "num_pages", "image_bytes", "took_ms", "waited_ms", "reason"}
+    allowed = {
+        "event",
+        "stage",
+        "seq_id",
+        "name",
+        "why",
+        "num_tokens",
+        "num_pages",
+        "image_bytes",
+        "kept_bytes",
+        "took_ms",
+        "waited_ms",
+        "reason",
+    }
     assert set().union(*events) <= allowed | {"prompt_tokens", "max_tokens", "generated_tokens", "num_parks"}
 
 

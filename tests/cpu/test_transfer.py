@@ -16,7 +16,7 @@ from jaxkv.pool import PoolLayout, pool_sharding
 from jaxkv.programs import compile_program, transfer_recipes
 from jaxkv.request import SamplingParams
 from jaxkv.scheduler import Chunk
-from jaxkv.transfer import HostMemory, Landed, PoolHolder, Transfer, TransferSettings, probe_host_memory
+from jaxkv.transfer import HostChunk, HostMemory, Landed, PoolHolder, Transfer, TransferSettings, probe_host_memory
 from tests.cpu import tiny
 from tests.cpu.checkpoints import one_device
 
@@ -78,7 +78,7 @@ class Bench:
 
 
 def chunk(seq_id: int, pages: tuple[int, ...], index: int = 0) -> Chunk:
-    return Chunk(seq_id=seq_id, epoch=0, index=index, pages=pages)
+    return Chunk(seq_id=seq_id, epoch=0, index=index, pages=pages, host_id=10 * seq_id + index)
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["staged", "hold"])
@@ -102,7 +102,7 @@ def test_a_thousand_images_whose_pages_were_overwritten_at_once_come_back_equal_
             bench.overwrite(source)  # a step that runs while the copy is on its way back
         assert [c.pages for c in bench.land(trial).restored] == [target]
         assert bench.transfer.verify() == []
-        bench.transfer.discard(trial)
+        bench.transfer.discard(10 * trial)
         arrive()
         if trial % 50 == 49:
             bench.check()
@@ -134,7 +134,7 @@ def test_an_image_is_in_pinned_memory_and_counted() -> None:
     bench = Bench()
     bench.transfer.park(chunk(1, (3, 4)), step=0)
     bench.land(0)
-    (held,) = bench.transfer.image_chunks(1).values()
+    (held,) = bench.transfer.stored.values()
     assert {x.sharding.memory_kind for x in jax.tree.leaves(held.pages)} == {"pinned_host"}
     assert bench.transfer.chunk_bytes == 4 * LAYOUT.page_bytes == 4 * 512
     stats = bench.transfer.stats
@@ -183,7 +183,6 @@ def test_a_copy_that_takes_too_long_fails_its_own_sequence_once_and_still_report
     landed = bench.transfer.poll(41)
     assert [(c.seq_id, landed.parked) for c, _ in landed.failed] == [(1, [])]
     assert "a copy was not done after 0." in landed.failed[0][1] and "transfer.timeout_s allows 0.5" in landed.failed[0][1]
-    assert bench.transfer.image_chunks(1) == {}
     assert bench.transfer.poll(42).failed == []
     assert bench.transfer.num_in_flight == 2  # nothing that the copy may touch is handed on before it is done
     assert [c.seq_id for c in bench.transfer.poll(50).parked] == [1]
@@ -200,9 +199,8 @@ def test_blocking_mode_comes_back_with_the_copy_done() -> None:
 # Damage and goodbyes
 
 
-def damage(transfer: Transfer, seq_id: int, index: int = 0) -> None:
+def damage(held: HostChunk) -> None:
     """Flip one bit of one cell of an image in host memory."""
-    held = transfer.image_chunks(seq_id)[index]
     leaves, tree = jax.tree.flatten(held.pages)
     words = np.array(leaves[1])
     words.reshape(-1).view(f"uint{8 * words.dtype.itemsize}")[7] ^= 1
@@ -215,7 +213,7 @@ def test_a_damaged_image_is_reported_and_its_neighbour_is_not() -> None:
     for seq_id, pages in ((1, (1, 2)), (2, (3, 4))):
         bench.transfer.park(chunk(seq_id, pages), step=0)
     bench.land(0)
-    damage(bench.transfer, 1)
+    damage(bench.transfer.stored[10])
     for seq_id, pages in ((1, (5, 6)), (2, (7, 8))):
         bench.transfer.restore(chunk(seq_id, pages), step=1)
     bench.land(1)
@@ -228,18 +226,18 @@ def test_a_damaged_image_is_reported_and_its_neighbour_is_not() -> None:
 def test_an_image_that_is_discarded_on_its_way_out_still_reports_its_pages() -> None:
     bench = Bench(delay_steps=1)
     bench.transfer.park(chunk(1, (1, 2)), step=0)
-    bench.transfer.discard(1)
-    assert bench.transfer.image_chunks(1) == {}
+    bench.transfer.discard(10)
+    assert bench.transfer.stored == {}
     assert [c.seq_id for c in bench.land(1).parked] == [1]
     bench.check()
 
 
-def test_an_image_that_is_discarded_on_its_way_back_writes_nothing() -> None:
+def test_a_copy_back_that_nobody_waits_for_any_more_writes_nothing() -> None:
     bench = Bench(delay_steps=1)
     bench.transfer.park(chunk(1, (1, 2)), step=0)
     bench.land(1)
     bench.transfer.restore(chunk(1, (5, 6)), step=2)
-    bench.transfer.discard(1)
+    bench.transfer.abandon(1)
     assert [c.seq_id for c in bench.land(3).restored] == [1]
     assert bench.transfer.verify() == []
     bench.check()  # pages 5 and 6 hold what they held
@@ -250,7 +248,7 @@ def test_draining_waits_for_every_copy_and_forgets_every_image() -> None:
     bench.transfer.park(chunk(1, (1, 2)), step=0)
     bench.transfer.drain()
     assert bench.transfer.num_in_flight == 0
-    assert bench.transfer.image_chunks(1) == {}
+    assert bench.transfer.stored == {}
 
 
 # What the start-up probe finds
@@ -290,7 +288,7 @@ def test_images_are_numpy_arrays_where_there_is_no_pinned_memory(no_pinned_memor
     bench.transfer.park(chunk(1, (1, 2)), step=0)
     bench.overwrite((1, 2))
     bench.land(0)
-    assert {type(x) for x in jax.tree.leaves(bench.transfer.image_chunks(1)[0].pages)} == {np.ndarray}
+    assert {type(x) for x in jax.tree.leaves(bench.transfer.stored[10].pages)} == {np.ndarray}
     bench.transfer.restore(chunk(1, (5, 6)), step=0)
     bench.land(0)
     arrive()
@@ -344,7 +342,7 @@ def test_a_request_whose_copy_hangs_fails_alone_and_its_pages_come_back_when_it_
 
         def ready(tree: Any) -> bool:
             """No copy of the first request is ever done."""
-            mine = [host.pages for host in made.parts.transfer.image_chunks(0).values()]
+            mine = [host.pages for host in tiny.image(made, 0)]
             held = tree[0] if isinstance(tree, tuple) and len(tree) == 2 else None
             return not (stuck and any(held is pages for pages in [*mine, *hanging])) and plain_ready(tree)
 
@@ -355,7 +353,7 @@ def test_a_request_whose_copy_hangs_fails_alone_and_its_pages_come_back_when_it_
         assert made.scheduler.park(0) == ""
         while not made.parts.transfer.num_in_flight:
             made.step()
-        hanging += [host.pages for host in made.parts.transfer.image_chunks(0).values()]
+        hanging += [host.pages for host in tiny.image(made, 0)]
         others = [tiny.content(handle.result()) for handle in handles[1:]]
         failed = handles[0].result()
         assert failed.finish_reason == "error"
@@ -370,9 +368,9 @@ def test_a_damaged_image_fails_its_request_and_changes_no_byte_of_another() -> N
         handles = [made.submit(p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
         tiny.step_to(made, handles[0], 3)
         assert made.scheduler.park(0) == ""
-        while not made.parts.transfer.image_chunks(0):
+        while not tiny.image(made, 0):
             made.step()
-        damage(made.parts.transfer, 0)
+        damage(tiny.image(made, 0)[0])
         completions = [handle.result() for handle in handles]
         assert completions[0].finish_reason == "error"
         assert completions[0].error is not None and "a parked image came back damaged" in completions[0].error

@@ -11,6 +11,7 @@ from jaxkv.config import Config
 from jaxkv.engine import Engine
 from jaxkv.live import Handle
 from jaxkv.request import Completion, SamplingParams
+from jaxkv.transfer import HostChunk
 
 LLAMA = Path(__file__).parent.parent / "fixtures" / "llama"
 VOCAB = 320
@@ -87,6 +88,12 @@ def content(completion: Completion) -> tuple[Any, ...]:
         completion.prompt_tokens,
         completion.error,
     )
+
+
+def image(made: Engine, seq_id: int) -> list[HostChunk]:
+    """What lies in host memory of a parked sequence's image."""
+    stored = made.parts.transfer.stored
+    return [stored[host_id] for host_id in made.scheduler.image(seq_id) if host_id in stored]
 
 
 def step_to(made: Engine, handle: Handle, num_tokens: int) -> None:

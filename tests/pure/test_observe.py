@@ -131,7 +131,7 @@ def engine():
     return SimpleNamespace(scheduler=FakeScheduler(), live=lambda seq_id: live if seq_id == 3 else None)
 
 
-CHUNK = Chunk(3, 1, 0, (1, 2))
+CHUNK = Chunk(3, 1, 0, (1, 2), 7)
 ORDER = Plan(0, park=(CHUNK,), notes=(Note("park", 3, "forced", 20, 2, 4096),))
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import VICTIMS, Candidate, Chunk, Outcome, Scheduler, SchedulerConfig, need, pages_for
-from jaxkv.scheduler.ledger import HostLedger, PageLedger
+from jaxkv.scheduler.images import HostLedger, ImageChunk, Span, cut
+from jaxkv.scheduler.ledger import PageLedger
 from jaxkv.scheduler.policies import spare_the_starved
 
 
@@ -58,9 +59,58 @@ def test_a_page_has_one_owner_and_comes_back_once() -> None:
 
 @pytest.mark.parametrize(("budget", "num_chunks", "fits"), [(None, 9, True), (0, 1, False), (0, 0, True), (90, 9, True), (89, 9, False)])
 def test_the_host_budget_is_hard(budget: int | None, num_chunks: int, fits: bool) -> None:
-    host = HostLedger(budget)
-    assert host.reserve(num_chunks, num_chunks * 10) == fits
+    host = HostLedger(budget, 10)
+    image = host.take(1, cut(num_chunks, num_chunks, 1), {})
+    assert (image is not None) == fits
     assert (host.held, host.peak) == ((num_chunks * 10,) * 2 if fits else (0, 0))
+
+
+def test_an_image_is_cut_where_its_keys_end_and_what_is_full_to_the_end_will_not_change() -> None:
+    assert cut(9, 8, 3, ("a", "b", "c", "d")) == [
+        Span(0, 3, (0, "c"), True), Span(3, 1, (3, "d"), True), Span(4, 3, None, True), Span(7, 2, None, False),
+    ]  # fmt: skip
+    assert cut(2, 2, 3, ("a", "b", "c", "d")) == [Span(0, 2, (0, "b"), False)]  # its prompt is still being computed
+    assert cut(7, 6, 3) == [Span(0, 3, None, True), Span(3, 3, None, True), Span(6, 1, None, False)]
+    assert cut(0, 0, 3) == []
+
+
+class Host:
+    """A ledger of chunks of 10 bytes, one page each, and what it dropped."""
+
+    def __init__(self, budget: int | None, **settings: Any) -> None:
+        self.dropped: list[int] = []
+        self.ledger = HostLedger(budget, 10, on_drop=self.dropped.append, **settings)
+
+    def park(self, seq_id: int, num_pages: int, kept: dict[int, ImageChunk] | None = None, keys: tuple[str, ...] = ()) -> list[ImageChunk]:
+        """The whole way there."""
+        image = self.ledger.take(seq_id, cut(num_pages, num_pages, 1, keys), kept or {})
+        assert image is not None
+        self.ledger.let_go(kept or {})
+        for chunk in [chunk for chunk in image if not chunk.is_sent]:
+            self.ledger.send(chunk)
+            self.ledger.land(chunk)
+        return image
+
+
+def test_a_kept_chunk_is_found_again_and_the_one_kept_longest_goes_first_when_room_is_needed() -> None:
+    host = Host(50)
+    kept = [host.ledger.keep(seq_id, host.park(seq_id, 2)) for seq_id in (1, 2)]
+    assert (host.ledger.held, host.ledger.in_use, host.dropped) == (40, 0, [])
+    again = host.park(1, 3, kept[0])
+    assert [chunk.host_id for chunk in again] == [0, 1, 4]
+    assert (host.ledger.held, host.ledger.in_use, host.ledger.num_hits, host.dropped) == (50, 30, 2, [])
+    assert host.ledger.take(3, cut(3, 3, 1), {}) is None
+    host.park(3, 1)
+    assert host.dropped == [2]
+    host.ledger.release(1, again)
+    assert [chunk.host_id for chunk in host.park(2, 2, kept[1])] == [6, 3]
+    assert host.dropped == [2, 0, 1, 4]
+
+
+def test_nothing_is_kept_where_that_is_switched_off() -> None:
+    host = Host(None, keep=False)
+    assert host.ledger.keep(1, host.park(1, 2)) == {}
+    assert (host.ledger.held, host.dropped) == (0, [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +142,7 @@ def test_a_copy_reported_twice_or_never_sent_changes_nothing() -> None:
     scheduler.park(0)
     plan = scheduler.plan(1.0, 4)
     before = scheduler.snapshot()
-    scheduler.commit(Outcome(parked=(Chunk(0, 0, 0, (1,)), Chunk(5, 1, 0, (1,)))), 1.0)
+    scheduler.commit(Outcome(parked=(Chunk(0, 0, 0, (1,), 0), Chunk(5, 1, 0, (1,), 0))), 1.0)
     assert scheduler.snapshot() == before
     for _ in range(2):
         scheduler.commit(Outcome(parked=plan.park), 1.0)

@@ -1,0 +1,180 @@
+"""Images in host memory: which chunks there are, who needs them, which are kept, and how many bytes they take. Never what they contain.
+
+An image is cut into chunks, one for each span of its sequence's pages. A span whose pages are all full never changes again and is cut alike
+at every park: it is *lasting*. Its chunk may be kept when the sequence returns, so that the next park copies only what is new. A kept chunk
+that nobody away needs is *spare*: it goes when an image needs the room, the one kept longest first. Prompt pages with keys are stored once
+for all sequences that have them.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """A run of a sequence's logical pages. `key` names the content of prompt pages that others may have too."""
+
+    first: int
+    num_pages: int
+    key: Hashable | None
+    is_lasting: bool
+
+
+def cut(num_pages: int, num_full: int, chunk_pages: int, page_keys: tuple[Hashable, ...] = ()) -> list[Span]:
+    """Spans of at most `chunk_pages` pages; pages with keys and pages without are never in one.
+
+    Example: 3 pages a chunk, 9 pages of which 8 are full, 4 of them with keys: 0-2, 3, 4-6 are lasting, 7-8 is not.
+    """
+    num_keyed = min(len(page_keys), num_full)
+    firsts = [*range(0, num_keyed, chunk_pages), *range(num_keyed, num_pages, chunk_pages)]
+    spans: list[Span] = []
+    for first, end in pairwise([*firsts, num_pages]):
+        key = (first, page_keys[end - 1]) if end <= num_keyed else None  # keys are chained: the last one stands for all before it
+        is_final = end - first == chunk_pages or end == len(page_keys)
+        spans.append(Span(first, end - first, key, is_final and end <= num_full))
+    return spans
+
+
+@dataclass(slots=True, eq=False)
+class ImageChunk:
+    """Host memory for one span, by the number that plans call it by."""
+
+    host_id: int
+    span: Span
+    users: set[int] = field(default_factory=set)  # sequences that are away and need it to return
+    num_keepers: int = 0  # sequences that are back and would save a copy with it
+    num_copies: int = 0  # in flight, to it or from it
+    is_sent: bool = False  # its copy to the host is dispatched
+    is_here: bool = False  # and done
+    is_spoiled: bool = False  # not to be used again
+    is_gone: bool = False
+
+
+Kept = Mapping[int, ImageChunk]  # by first page
+
+
+class HostLedger:
+    """Every chunk in host memory, in-flight copies and padding included, against a budget (None: no limit; 0: no image at all)."""
+
+    def __init__(
+        self, budget: int | None, chunk_bytes: int, *, keep: bool = True, on_drop: Callable[[int], None] = lambda host_id: None
+    ) -> None:
+        """`on_drop(host_id)` is called when nobody needs a chunk any more and no copy touches it."""
+        self.budget = budget
+        self.chunk_bytes = chunk_bytes
+        self.keeps = keep
+        self.peak = 0
+        self.num_hits = 0  # spans that a park did not have to copy
+        self.chunks: dict[int, ImageChunk] = {}
+        self.spare: dict[int, ImageChunk] = {}  # the one kept longest first
+        self._by_key: dict[Hashable, ImageChunk] = {}
+        self._on_drop = on_drop
+        self._num_made = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of all chunks."""
+        return len(self.chunks) * self.chunk_bytes
+
+    @property
+    def in_use(self) -> int:
+        """Bytes that cannot be had by dropping what is spare."""
+        return (len(self.chunks) - len(self.spare)) * self.chunk_bytes
+
+    def added(self, spans: Iterable[Span], kept: Kept) -> int:
+        """Bytes that an image of these spans would add to those in use."""
+        found = (self._find(span, kept) for span in spans)
+        return sum(chunk is None or chunk.host_id in self.spare for chunk in found) * self.chunk_bytes
+
+    def has_room(self, num_chunks: int, added: int) -> bool:
+        """Whether the budget holds images of so many chunks that add so many bytes to those in use."""
+        return not num_chunks or self.budget is None or (self.budget > 0 and self.in_use + added <= self.budget)
+
+    def take(self, seq_id: int, spans: list[Span], kept: Kept) -> list[ImageChunk] | None:
+        """The chunks of an image, found or new, or None (and nothing has changed) when they do not fit."""
+        if not self.has_room(len(spans), self.added(spans, kept)):
+            return None
+        found = [self._find(span, kept) for span in spans]
+        for chunk in found:
+            if chunk is not None:
+                chunk.users.add(seq_id)
+                self.spare.pop(chunk.host_id, None)
+        self._make_room(found.count(None))
+        self.num_hits += len(found) - found.count(None)
+        image = [self._new(seq_id, span) if chunk is None else chunk for span, chunk in zip(spans, found, strict=True)]
+        self.peak = max(self.peak, self.held)
+        return image
+
+    def send(self, chunk: ImageChunk) -> None:
+        """A copy to it or from it is dispatched."""
+        chunk.is_sent = True
+        chunk.num_copies += 1
+
+    def land(self, chunk: ImageChunk) -> None:
+        """That copy is done."""
+        chunk.is_here = True
+        chunk.num_copies -= 1
+        self._settle(chunk)
+
+    def release(self, seq_id: int, image: Iterable[ImageChunk]) -> None:
+        """A sequence does not need its image any more, and will not need it again."""
+        for chunk in image:
+            chunk.users.discard(seq_id)
+            self._settle(chunk)
+
+    def keep(self, seq_id: int, image: Iterable[ImageChunk]) -> dict[int, ImageChunk]:
+        """A sequence is back: what will be the same at its next park is kept, the rest goes."""
+        kept: dict[int, ImageChunk] = {}
+        for chunk in image:
+            chunk.users.discard(seq_id)
+            if self.keeps and chunk.span.is_lasting and not chunk.is_spoiled:
+                chunk.num_keepers += 1
+                kept[chunk.span.first] = chunk
+            self._settle(chunk)
+        return kept
+
+    def let_go(self, kept: Kept) -> None:
+        """Whoever kept these has no use for them as kept ones any more."""
+        for chunk in kept.values():
+            chunk.num_keepers -= 1
+            self._settle(chunk)
+
+    def spoil(self, chunk: ImageChunk) -> None:
+        """What it holds is not to be trusted: nobody finds it any more."""
+        chunk.is_spoiled = True
+        self._settle(chunk)
+
+    def _find(self, span: Span, kept: Kept) -> ImageChunk | None:
+        chunk = kept.get(span.first) if span.key is None else self._by_key.get(span.key)
+        is_good = chunk is not None and chunk.span[:3] == span[:3] and not chunk.is_gone and not chunk.is_spoiled
+        return chunk if is_good else None
+
+    def _new(self, seq_id: int, span: Span) -> ImageChunk:
+        chunk = ImageChunk(self._num_made, span, {seq_id})
+        self._num_made += 1
+        self.chunks[chunk.host_id] = chunk
+        if span.key is not None:
+            self._by_key[span.key] = chunk
+        return chunk
+
+    def _make_room(self, num_new: int) -> None:
+        while self.budget is not None and self.held + num_new * self.chunk_bytes > self.budget:
+            self._drop(next(iter(self.spare.values())))
+
+    def _settle(self, chunk: ImageChunk) -> None:
+        """Find its place after a change: needed, spare, or gone."""
+        if chunk.is_gone or chunk.users or chunk.num_copies:
+            return
+        if chunk.num_keepers and not chunk.is_spoiled:
+            self.spare.setdefault(chunk.host_id, chunk)
+        else:
+            self._drop(chunk)
+
+    def _drop(self, chunk: ImageChunk) -> None:
+        chunk.is_gone = True
+        del self.chunks[chunk.host_id]
+        self.spare.pop(chunk.host_id, None)
+        if self._by_key.get(chunk.span.key) is chunk:
+            del self._by_key[chunk.span.key]
+        self._on_drop(chunk.host_id)

@@ -1,0 +1,102 @@
+"""Images that stay: what the next park does not copy, what goes when room is needed, what fails together."""
+
+from typing import Any
+
+import pytest
+
+from jaxkv.scheduler import Outcome, Scheduler, SchedulerConfig
+from jaxkv.scheduler.fake_runner import FakeLoop
+
+
+def config(**changes: Any) -> SchedulerConfig:
+    """Pages of one token, chunks of four pages and ten bytes, room for everybody: who parks was told to."""
+    sizes: dict[str, Any] = {"rows": 3, "num_pages": 200, "page_size": 1, "prefill_chunk": 32, "max_len": 1000, "chunk_pages": 4}
+    return SchedulerConfig(**{**sizes, "chunk_bytes": 10, **changes})
+
+
+def park_at(job: FakeLoop, seq_id: int, num_cells: int) -> tuple[int, int]:
+    """Park it with so many cells and wait until it is back; its image's bytes, and those of them that were not copied."""
+    job.run(until=lambda: job.num_cells(seq_id) == num_cells)
+    assert job.scheduler.park(seq_id) == ""
+    job.run(until=lambda: job.num_cells(seq_id) == num_cells + 1)
+    note = [note for _, note in job.notes if note.kind == "park" and note.seq_id == seq_id][-1]
+    return note.num_bytes, note.kept_bytes
+
+
+@pytest.mark.parametrize("hold", [False, True], ids=["staged", "hold"])
+def test_the_next_park_copies_only_what_is_new(hold: bool) -> None:
+    job = FakeLoop(config(hold=hold), delay=lambda chunk: 2)
+    job.add(0, 10, 20)
+    assert park_at(job, 0, 10) == (30, 0)
+    assert job.scheduler.snapshot().host_bytes == 20  # the third chunk has two full pages of four: it will not be the same again
+    assert park_at(job, 0, 13) == (40, 20)
+    assert job.scheduler.snapshot().host_bytes == 30
+    assert park_at(job, 0, 17) == (50, 30)
+    assert (job.scheduler.counters.num_kept_hits, job.scheduler.counters.kept_bytes_saved) == (5, 50)
+    job.run()
+    assert (job.tokens[0], job.scheduler.snapshot().host_bytes, job.runner.host_bytes) == (20, 0, 0)
+
+
+def test_nothing_stays_where_that_is_switched_off() -> None:
+    job = FakeLoop(config(keep_images=False))
+    job.add(0, 10, 20)
+    assert park_at(job, 0, 10) == (30, 0)
+    assert job.scheduler.snapshot().host_bytes == 0
+    assert park_at(job, 0, 13) == (40, 0)
+
+
+def test_a_partly_filled_page_is_copied_again() -> None:
+    job = FakeLoop(config(page_size=4, chunk_pages=1))
+    job.add(0, 6, 20)
+    assert park_at(job, 0, 6) == (20, 0)
+    assert park_at(job, 0, 9) == (30, 10)
+
+
+def test_what_is_kept_goes_first_when_an_image_needs_the_room() -> None:
+    job = FakeLoop(config(host_budget_bytes=50))
+    job.add(0, 12, 40)
+    job.add(1, 12, 40)
+    assert park_at(job, 0, 14) == (40, 0)
+    assert park_at(job, 1, 20) == (50, 0)  # the whole budget: what 0 had left went
+    assert job.scheduler.snapshot().host_bytes == 50
+    job.run()
+    assert (job.scheduler.counters.num_parks_refused, job.scheduler.counters.host_bytes_peak) == (0, 50)
+    assert job.tokens == {0: 40, 1: 40}
+
+
+def test_the_pages_of_what_is_kept_are_free_at_once_even_when_pages_are_held() -> None:
+    job = FakeLoop(config(hold=True), delay=lambda chunk: 30)
+    job.add(0, 12, 40)
+    park_at(job, 0, 12)
+    assert job.scheduler.park(0) == ""
+    job.step()
+    snapshot = job.scheduler.snapshot()
+    assert (snapshot.num_pages_leaving, snapshot.num_pages_free) == (1, 199)
+    job.run()
+
+
+def test_a_place_that_was_spoiled_is_not_found_again() -> None:
+    job = FakeLoop(config())
+    job.add(0, 8, 20)
+    job.run(until=lambda: job.num_cells(0) == 9)
+    job.scheduler.park(0)
+    plan = job.step()
+    job.run(until=lambda: job.num_cells(0) == 10)
+    assert job.scheduler.spoil(plan.park[0]) == ()  # an old epoch: its sequence is back and well
+    assert park_at(job, 0, 12) == (30, 10)
+
+
+def test_a_copy_that_fails_on_its_way_ends_those_whose_image_it_belongs_to() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(0, 8, 20, 0.0)
+    scheduler.commit(Outcome(prefilled=scheduler.plan(0.0, 9).prefill), 0.0)
+    scheduler.park(0)
+    plan = scheduler.plan(0.0, 9)
+    assert scheduler.image(0) == tuple(chunk.host_id for chunk in plan.park)
+    assert scheduler.spoil(plan.park[1]) == (0,)
+    scheduler.fail(0, "the copy failed")
+    scheduler.check()
+    scheduler.commit(Outcome(parked=plan.park), 0.0)
+    scheduler.check()
+    assert scheduler.snapshot().host_bytes == 0
+    assert scheduler.spoil(plan.park[1]) == ()
