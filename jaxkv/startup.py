@@ -64,7 +64,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         check_pool(config, shapes)
     use_compilation_cache(folder)
     stage("check")
-    checkpoint = load_checkpoint(path, dtype=dtype, mesh=mesh, on_stage=on_stage, on_tensor=lambda done, total: check_interrupt())
+    checkpoint = load_checkpoint(info, dtype=dtype, mesh=mesh, on_stage=on_stage, on_tensor=lambda done, total: check_interrupt())
     stage.skip()
     host = probe_host_memory(pool_sharding(mesh))
     layout = size_pool(config, sizes, shapes, mesh)

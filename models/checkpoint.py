@@ -1,7 +1,7 @@
 """Any checkpoint by its path: which format it is, what it holds, load it, convert it. Knows the loaders, none of their names."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,6 +55,7 @@ class CheckpointInfo:
     eos_ids: frozenset[int]
     has_tokenizer: bool
     weights_bytes: int
+    opened: Opened = field(repr=False, compare=False)  # so that whoever loads it next need not read the headers again
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,13 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     """Read a checkpoint's headers and check its tensor names; raises ModelError for whatever is wrong with it."""
     opened = _open(Path(path))
     opened.check()
-    return CheckpointInfo(Path(path), opened.format, opened.config, opened.eos_ids, opened.has_tokenizer, opened.weights_bytes)
+    return CheckpointInfo(Path(path), opened.format, opened.config, opened.eos_ids, opened.has_tokenizer, opened.weights_bytes, opened)
 
 
 def load_checkpoint(
-    path: str | Path, *, dtype: str, mesh: Mesh, on_stage: OnStage | None = None, on_tensor: OnProgress | None = None
+    source: str | Path | CheckpointInfo, *, dtype: str, mesh: Mesh, on_stage: OnStage | None = None, on_tensor: OnProgress | None = None
 ) -> Checkpoint:
-    """Load a model onto a mesh with the axis "tensor", and its tokenizer.
+    """Load a model onto a mesh with the axis "tensor", and its tokenizer. `source` is its path, or what `inspect_checkpoint` said of it.
 
     `on_stage(name, seconds)` hears how long each of open, tokenizer, read, convert, place and hash took, once all are done.
     `on_tensor(done, total)` is called after each tensor of a format that is read tensor by tensor.
@@ -86,7 +87,7 @@ def load_checkpoint(
     numpy_dtype(dtype)
     stages = Stages()
     with stages.measure("open"):
-        opened = _open(Path(path))
+        opened = _opened(source)
         check_mesh(opened.config, mesh.shape[AXIS])
     with stages.measure("tokenizer"):
         tokenizer = opened.tokenizer()  # before the weights, since it may be refused
@@ -97,9 +98,9 @@ def load_checkpoint(
     return Checkpoint(model, opened.config, tokenizer, opened.eos_ids, sha256)
 
 
-def load_tokenizer(path: str | Path) -> HfTokenizer | None:
+def load_tokenizer(source: str | Path | CheckpointInfo) -> HfTokenizer | None:
     """Only the tokenizer of a checkpoint, None where it has none: for those who must know a prompt's length before weights are loaded."""
-    return _open(Path(path)).tokenizer()
+    return _opened(source).tokenizer()
 
 
 def save_converted(path_in: str | Path, path_out: str | Path, dtype: str, progress: OnProgress | None = None) -> Path:
@@ -115,6 +116,11 @@ def save_converted(path_in: str | Path, path_out: str | Path, dtype: str, progre
     description = Description(source.config, source.eos_ids, dtype, source.weights_sha256(dtype), source.format)
     write_converted(target, description, flat_parameters(nnx.state(model)), tokenizer)
     return target
+
+
+def _opened(source: str | Path | CheckpointInfo) -> Opened:
+    """Headers are read once, by whoever comes first."""
+    return source.opened if isinstance(source, CheckpointInfo) else _open(Path(source))
 
 
 def _open(path: Path) -> Opened:

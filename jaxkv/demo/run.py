@@ -50,7 +50,7 @@ def prepare(config: Config) -> tuple[list[Chat], Sizes]:
     path = resolve_model_path(name, folder)
     info = inspect_checkpoint(path)
     shapes = choose_shapes(config, info.config)
-    chats = make_chats(load_tokenizer(path), info.config.vocab_size, shapes.max_len)
+    chats = make_chats(load_tokenizer(info), info.config.vocab_size, shapes.max_len)
     return chats, choose_sizes(chats, config)
 
 

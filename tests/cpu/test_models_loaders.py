@@ -1,5 +1,6 @@
 import hashlib
 import json
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
-from jaxkv.models import ModelError, inspect_checkpoint, load_checkpoint, save_converted
+from jaxkv.models import ModelError, inspect_checkpoint, load_checkpoint, load_tokenizer, save_converted
+from jaxkv.models.gguf_file import GgufTensor, read_gguf
 from tests.cpu.checkpoints import LLAMA, change_tensors, llama_copy, load, logits, one_device, reference, write_gguf, write_json
 
 
@@ -194,6 +198,44 @@ def test_a_damaged_gguf_file_is_named_with_what_is_wrong(tmp_path: Path) -> None
         path.write_bytes(damage)
         with pytest.raises(ModelError, match=r"broken\.gguf is not a whole GGUF file"):
             inspect_checkpoint(path)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 32, 48, 72])
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, GGMLQuantizationType.F16, GGMLQuantizationType.F32])
+def test_joining_rows_changes_no_value_of_a_block_format(tmp_path: Path, rows: int, kind: GGMLQuantizationType) -> None:
+    values = np.random.default_rng(rows).normal(size=(rows, 64)).astype(np.float32)
+    (tmp_path / "t").write_bytes(quantize(values, kind).tobytes())
+    tensor = GgufTensor(tmp_path / "t", (rows, 64), kind, 0)
+    raw = tensor.read()
+    assert tensor.dequantize(raw).tobytes() == dequantize(raw, kind).tobytes()
+    assert tensor.dequantize(raw).shape == (rows, 64)
+
+
+def test_a_vocabulary_is_read_as_it_was_written_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    words = ["", "a", "Ġé", "日本", "x" * 300]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list(words)
+        writer.add_token_merges(["a b"])
+
+    path = write_gguf(tmp_path / "words.gguf", metadata=add)
+    metadata = read_gguf(path).metadata
+    assert (metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]) == (words, ["a b"])
+    whole = path.read_bytes()
+    at = whole.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 4 + 4  # the array's length, then the first string's
+    for start, message in ((at, "is not a whole GGUF file"), (at + 8, "it ends inside a string")):
+        path.write_bytes(whole[:start] + struct.pack("<Q", 2**62) + whole[start + 8 :])
+        with pytest.raises(ModelError, match=message):
+            inspect_checkpoint(path)
+
+
+def test_headers_that_were_inspected_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    info, plain = inspect_checkpoint(LLAMA), load(LLAMA)
+    monkeypatch.setattr("jaxkv.models.checkpoint._open", None)
+    assert load_tokenizer(info) is None
+    loaded = load_checkpoint(info, dtype="float32", mesh=one_device())
+    assert same_weights(loaded.model, plain.model)
+    assert loaded.weights_sha256 == plain.weights_sha256
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
