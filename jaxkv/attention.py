@@ -1,10 +1,14 @@
 """Attention over pages: write the new keys and values, then read every key back from the pages, block by block.
 
+A prompt chunk, one sequence with many queries, walks its blocks one after the other. A decode step, many sequences with one query each,
+works through a list of all their blocks (jaxkv/work_list.py), so that its cost is the sum of the lengths and not the longest times the rows.
+
 The rule that exactness rests on: a token's own key takes the same way through the pages as all the others, and blocks are aligned to
 absolute position. So the bits of an answer depend neither on where a prompt was cut, nor on which pages were free, nor on the neighbours.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +16,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.pool import LayerPages, PoolArrays, PoolLayout, decode, encode
+from jaxkv.work_list import MASKED, Partials, attend_listed, list_work
 
-BLOCK_TOKENS = 64  # keys per turn of the loop; a longer page is a block of its own
-MASKED = -1e30  # finite: the difference of two masked scores must not be NaN
+BLOCK_TOKENS = 64  # keys per block; a longer page is a block of its own
 
-Attend = Callable[..., tuple[Array, PoolArrays]]
+
+class PagedCache(NamedTuple):
+    """What the layers of one step pass on: the pool, and the room for partial results that a decode step makes in its first layer."""
+
+    pool: PoolArrays
+    partials: Partials | None = None
+
+
+Attend = Callable[..., tuple[Array, PagedCache]]
 
 
 def pages_per_block(page_size: int) -> int:
@@ -40,15 +52,20 @@ def paged_attend(layout: PoolLayout, table: Int[Array, "n w"], positions: Int[Ar
     page = jnp.take_along_axis(table, positions // layout.page_size, axis=1)
     page = jnp.where(valid, page, 0).reshape(n * c)
     cell = (positions % layout.page_size).reshape(n * c)
+    blocks = table.reshape(n, -1, pages_per_block(layout.page_size))
+    work = None if c > 1 else list_work(positions[:, 0], valid[:, 0], blocks.shape[1], blocks.shape[2] * layout.page_size)
 
     def attend(
-        layer: int, q: Float[Array, "t h d"], k: Float[Array, "t k d"], v: Float[Array, "t k d"], cache: PoolArrays, *, scale: float
-    ) -> tuple[Array, PoolArrays]:
+        layer: int, q: Float[Array, "t h d"], k: Float[Array, "t k d"], v: Float[Array, "t k d"], cache: PagedCache, *, scale: float
+    ) -> tuple[Array, PagedCache]:
         with jax.named_scope("write"):
-            pages = write_cells(cache[layer], k, v, page, cell, layout)
+            pages = write_cells(cache.pool[layer], k, v, page, cell, layout)
         with jax.named_scope("attend"):
-            out = attend_blocks(q.reshape(n, c, *q.shape[1:]), pages, table, positions, layout, scale)
-        return out.reshape(q.shape).astype(q.dtype), [*cache[:layer], pages, *cache[layer + 1 :]]
+            if work is None:
+                out, partials = attend_blocks(q.reshape(n, c, *q.shape[1:]), pages, table, positions, layout, scale), cache.partials
+            else:
+                out, partials = attend_listed(q, pages, blocks, positions[:, 0], work, cache.partials, layout, scale)
+        return out.reshape(q.shape).astype(q.dtype), PagedCache([*cache.pool[:layer], pages, *cache.pool[layer + 1 :]], partials)
 
     return attend
 

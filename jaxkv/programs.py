@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxkv.attention import paged_attend, table_width
+from jaxkv.attention import PagedCache, paged_attend, table_width
 from jaxkv.interrupt import check_interrupt
 from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample
@@ -120,11 +120,11 @@ def decode_step(rebuild: Rebuild, layout: PoolLayout, mesh: Mesh) -> Callable[..
         model = rebuild(weights)
         attend = paged_attend(layout, jnp.asarray(batch.table), jnp.asarray(batch.positions)[:, None], jnp.asarray(batch.active)[:, None])
         with jax.named_scope("layers"):
-            hidden, pool = model(batch.tokens, batch.positions, pool, attend)
+            hidden, cache = model(batch.tokens, batch.positions, PagedCache(pool), attend)
         with jax.named_scope("head"):
             logits = replicated(model.logits(hidden), mesh)
         with jax.named_scope("sample"):
-            return pool, sample(logits, batch.knobs)
+            return cache.pool, sample(logits, batch.knobs)
 
     return decode
 
@@ -139,7 +139,7 @@ def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Me
         positions = jnp.where(valid, batch.start + at, 0)
         attend = paged_attend(layout, jnp.asarray(batch.table), positions[None], valid[None])
         with jax.named_scope("layers"):
-            hidden, pool = model(batch.tokens, positions, pool, attend)
+            hidden, cache = model(batch.tokens, positions, PagedCache(pool), attend)
         first = jnp.maximum(batch.length - HEAD_TILE, 0)
         tile = lax.dynamic_slice_in_dim(hidden, first, HEAD_TILE, axis=0)
 
@@ -150,7 +150,7 @@ def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Me
         with jax.named_scope("head"):
             logits = lax.cond(batch.is_last, head, lambda _: jnp.zeros((1, vocab_size), jnp.float32), None)
         with jax.named_scope("sample"):
-            return pool, sample(logits, batch.knobs)
+            return cache.pool, sample(logits, batch.knobs)
 
     return prefill
 

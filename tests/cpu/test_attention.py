@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.attention import paged_attend, pages_per_block, table_width
+from jaxkv.attention import PagedCache, paged_attend, pages_per_block, table_width
 from jaxkv.models import dense_attend
 from jaxkv.pool import PoolLayout
+from jaxkv.work_list import list_work
 
 H, K, D = 4, 2, 8  # query heads, kv heads, head dim
 MAX_LEN, NUM_PAGES_TOKENS = 256, 1200
@@ -75,7 +76,8 @@ class Memory:
 
 @partial(jax.jit, static_argnums=0)
 def run_attend(shape: PoolLayout, pool: Any, table: Any, positions: Any, valid: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    return paged_attend(shape, table, positions, valid)(0, q, k, v, pool, scale=SCALE)
+    out, cache = paged_attend(shape, table, positions, valid)(0, q, k, v, PagedCache(pool), scale=SCALE)
+    return out, cache.pool
 
 
 def attend(
@@ -223,8 +225,41 @@ def test_idle_rows_and_padding_write_the_trash_page_only(form: str) -> None:
     assert {place for place in found if place[0] != 0} == written
 
 
-def test_rows_longer_than_every_neighbour_decide_the_number_of_turns_and_no_result() -> None:
-    """One token beside a long context: its loop runs on over pages it does not have, which the table says are trash."""
+def test_the_list_of_work_names_every_block_of_every_active_row_once_in_order() -> None:
+    positions, active = jnp.array([130, 5, 64, 9]), jnp.array([True, True, False, True])
+    work = list_work(positions, active, max_blocks=4, block=64)
+    assert (work.rows.shape, int(work.num_turns)) == ((2, 8), 1)  # 5 items, two for each of 4 rows in a turn
+    pairs = list(zip(work.rows[0].tolist(), work.blocks[0].tolist(), strict=True))
+    assert pairs[:5] == [(0, 0), (0, 1), (0, 2), (1, 0), (3, 0)]
+    assert (work.first.tolist(), work.num_blocks.tolist()) == ([0, 3, 4, 4], [3, 1, 0, 1])
+
+
+def test_the_turns_are_as_many_as_all_blocks_together_need_not_as_the_longest_row_does() -> None:
+    def turns(*positions: int) -> int:
+        return int(list_work(jnp.array(positions), jnp.ones(len(positions), bool), max_blocks=64, block=64).num_turns)
+
+    assert turns(2047, 99, 99, 99) == 5  # 32 + 3 * 2 items, 8 a turn; row by row it would be 32
+    assert turns(2047, 2047, 2047, 2047) == 16
+    assert turns(0, 0, 0, 0) == 1
+
+
+def test_no_active_row_is_no_turn_and_finite() -> None:
+    memory = Memory(layout(16))
+    table = np.zeros((3, memory.width), np.int32)
+    assert int(list_work(jnp.zeros(3, jnp.int32), jnp.zeros(3, bool), 4, 64).num_turns) == 0
+    found, _ = attend(memory.layout, memory.arrays(), table, [None, None, None], [0, 0, 0], 1, [0, 0, 0])
+    np.testing.assert_array_equal(found, np.zeros_like(found))
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 8, 20])
+def test_full_rows_up_to_the_last_cell_are_dense_attention(num_rows: int) -> None:
+    cases = [Case(MAX_LEN if i % 2 else 1 + 60 * (i % 4), 20 + i) for i in range(num_rows)]
+    memory = Memory(PoolLayout(1, 400, 16, K, D, "float32", "float32"))
+    for case, row in zip(cases, decode(memory, cases), strict=True):
+        np.testing.assert_allclose(row, case.dense[-1], atol=2e-6)
+
+
+def test_one_token_beside_a_long_context_is_its_own_value() -> None:
     short, long = Case(1, 10), Case(250, 10)
     memory = Memory(layout(4))
     together = decode(memory, [short, long])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxkv.attention import paged_attend, table_width
+from jaxkv.attention import PagedCache, paged_attend, table_width
 from jaxkv.pool import PoolArrays, PoolLayout, allocate
 from tests.cpu.checkpoints import LLAMA, TOLERANCE, load, one_device, reference
 
@@ -30,8 +30,8 @@ class Paged:
     def _step(self, weights: Any, pool: PoolArrays, tokens: Any, positions: Any, valid: Any, table: Any) -> tuple[Any, PoolArrays]:
         model = nnx.merge(self.graph, weights)
         attend = paged_attend(LAYOUT, table, positions, valid)
-        hidden, pool = model(tokens.reshape(-1), positions.reshape(-1), pool, attend)
-        return model.logits(hidden).reshape(*tokens.shape, -1), pool
+        hidden, cache = model(tokens.reshape(-1), positions.reshape(-1), PagedCache(pool), attend)
+        return model.logits(hidden).reshape(*tokens.shape, -1), cache.pool
 
     def __call__(self, tokens: np.ndarray, positions: np.ndarray, valid: np.ndarray, table: np.ndarray) -> np.ndarray:
         logits, self.pool = self._run(self.weights, self.pool, tokens, positions, valid, table)
