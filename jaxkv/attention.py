@@ -1,7 +1,7 @@
 """Attention over pages: write the new keys and values, then read every key back from the pages, block by block.
 
-A prompt chunk, one sequence with many queries, walks its blocks one after the other. A decode step, many sequences with one query each,
-works through a list of all their blocks (jaxkv/work_list.py), so that its cost is the sum of the lengths and not the longest times the rows.
+A prompt chunk, one sequence with many queries, walks its blocks one after the other. A decode step, many sequences with one query
+each, works through a list of all their blocks (jaxkv/work_list.py): its cost is the sum of the lengths, not the longest times the rows.
 
 The rule that exactness rests on: a token's own key takes the same way through the pages as all the others, and blocks are aligned to
 absolute position. So the bits of an answer depend neither on where a prompt was cut, nor on which pages were free, nor on the neighbours.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.sampling import Knobs, Sampled, keep_top_k, keep_top_p, neutral_knobs, sample
+from jaxkv.sampling import Knobs, Sampled, first_best, keep_top_k, keep_top_p, neutral_knobs, sample
 
 V = 64
 HISTORY, ROWS = 24, 512
@@ -400,3 +400,15 @@ def test_a_vocabulary_smaller_than_the_top_list_is_listed_whole() -> None:
     found = run_sample(random_logits(2, 32, vocab=5), rows(2, wants_top=True, bias_ids=5))
     assert found.top_ids.shape == (2, 5)
     assert sorted(found.top_ids[0].tolist()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 512, 513, 1500, 4096])
+def test_the_best_token_is_the_first_of_the_largest(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    scores = rng.integers(0, 4, (6, vocab)).astype(np.float32)  # many ties
+    scores[1] = -np.inf
+    scores[2, vocab // 2 :] = -np.inf
+    scores[3] = 0.0
+    scores[4, -1] = 9.0
+    found = np.asarray(jax.jit(first_best)(scores))
+    assert found.tolist() == scores.argmax(-1).tolist()
