@@ -46,6 +46,7 @@ class Counters:
     num_ended_parked: int = 0  # ended between a park and the end of the restore
     num_kept_hits: int = 0  # chunks that a park found in host memory and did not copy
     kept_bytes_saved: int = 0  # theirs, padding included
+    cached_tokens: int = 0  # prompt tokens found in the pool instead of computed
     host_bytes: int = 0
     host_bytes_peak: int = 0
     pool_use_at_park: list[float] = field(default_factory=list)  # held pages / all pages, at each park that pressure caused

@@ -16,6 +16,7 @@ def check_books(books: Books) -> None:
     check_pages(books, live)
     check_host(books, live)
     check_parks(books, live)
+    check_keys(books, live)
     for seq in live:
         check_sequence(books, seq)
 
@@ -29,16 +30,30 @@ def check_rows(books: Books, live: list[Sequence]) -> None:
 
 
 def check_pages(books: Books, live: list[Sequence]) -> None:
-    """Held pages are those that residents list; leaving pages are those that a park or a flight lists."""
+    """Who holds a page lists it, as a resident or in a park or a flight, and so many times is it held: one owner or refcount == owners."""
     held = [(page, seq.seq_id) for seq in live for page in seq.pages]
     due = [(page, seq.seq_id) for seq in live if seq.state is State.PARKING for chunk in seq.copies_due for page in chunk.pages]
     flying = [(page, flight.chunk.seq_id) for flight in books.flights.values() for page in flight.pages]
-    for page, seq_id in [*held, *due, *flying]:
-        assert books.pages.owner(page) == seq_id, f"page {page} is listed by {seq_id} and belongs to {books.pages.owner(page)}"
-    assert not any(books.pages.is_leaving(page) for page, _ in held), "a held page is leaving"
-    leaving = [page for page, _ in [*due, *flying]]
-    assert len(leaving) == len(set(leaving)) == books.pages.num_leaving, "leaving pages are lost or listed twice"
-    assert len(held) + len(leaving) + books.pages.num_free == books.config.num_pages, "an owned page is listed by nobody"
+    leaving = [*due, *flying]
+    listed: dict[int, list[int]] = {}
+    for page, seq_id in [*held, *leaving]:
+        listed.setdefault(page, []).append(seq_id)
+    for page, names in listed.items():
+        holders = books.pages.holders(page)
+        assert len(names) == len(holders) and set(names) == set(holders), f"page {page} is listed by {names} and belongs to {holders}"
+    assert not any(books.pages.is_leaving(*entry) for entry in held), "a held page is leaving"
+    assert all(books.pages.is_leaving(*entry) for entry in leaving), "a leaving page is held"
+    assert len(listed) + books.pages.num_free == books.config.num_pages, "free, held, in flight and cached pages are not all there are"
+
+
+def check_keys(books: Books, live: list[Sequence]) -> None:
+    """A page that can be found has the content its key names, for everyone who holds it: the prompt page that it is, whole."""
+    for seq in live:
+        for index, page in enumerate(seq.pages):
+            key = books.pages.key(page)
+            assert key is None or key == seq.page_keys[index], f"sequence {seq.seq_id} has {key} as page {index}"
+            is_whole = (index + 1) * books.config.page_size <= seq.num_cells
+            assert is_whole or (key is None and len(books.pages.holders(page)) == 1), f"page {page} is shared and still written to"
 
 
 def check_host(books: Books, live: list[Sequence]) -> None:

@@ -3,6 +3,7 @@
 from jaxkv.scheduler.books import Books
 from jaxkv.scheduler.copies import end, land
 from jaxkv.scheduler.plan import Outcome, PrefillChunk
+from jaxkv.scheduler.prefix import register_prefix
 from jaxkv.scheduler.sequence import State
 
 
@@ -26,6 +27,7 @@ def prefilled(books: Books, chunk: PrefillChunk, reason: str) -> None:
     assert seq.state is State.PREFILLING and seq.num_cells == chunk.start, f"{chunk} of a sequence {seq.state} with {seq.num_cells} cells"
     seq.num_cells += chunk.length
     seq.has_progressed = True
+    register_prefix(books, seq, chunk.start)
     if chunk.is_last:
         seq.state = State.DECODING
         count_token(books, seq.seq_id, reason)

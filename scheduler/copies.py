@@ -14,14 +14,15 @@ from jaxkv.scheduler.sequence import AWAY, Sequence, State
 
 
 def spans(books: Books, seq: Sequence) -> list[Span]:
-    """The spans of pages that an image of it would have now."""
-    config = books.config
-    return cut(pages_for(seq.num_cells, config.page_size), seq.num_cells // config.page_size, config.chunk_pages, seq.page_keys)
+    """The spans of pages that an image of it would have now: none while it only shares what it found."""
+    config, num_cells = books.config, seq.num_cells if seq.num_cells > seq.num_cached else 0
+    return cut(pages_for(num_cells, config.page_size), num_cells // config.page_size, config.chunk_pages, seq.page_keys)
 
 
 def image_size(books: Books, seq: Sequence) -> tuple[int, int]:
     """Pages of its image, and the host bytes (padding included) that it adds to those in use."""
-    return pages_for(seq.num_cells, books.config.page_size), books.host.added(spans(books, seq), seq.kept)
+    image = spans(books, seq)
+    return sum(span.num_pages for span in image), books.host.added(image, seq.kept)
 
 
 def has_room(books: Books, residents: list[Sequence]) -> bool:
@@ -35,6 +36,8 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     image = books.host.take(seq.seq_id, spans(books, seq), seq.kept)
     if image is None:
         return False
+    if seq.num_cells == seq.num_cached:
+        seq.num_cells = seq.num_cached = 0
     books.host.let_go(seq.kept)
     seq.image, seq.kept = image, {}
     seq.image_pages = pages_for(seq.num_cells, books.config.page_size)

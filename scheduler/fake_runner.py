@@ -1,4 +1,7 @@
-"""A runner without a device: it carries out plans on pages whose cells are (sequence, position, epoch) triples, and checks every read.
+"""A runner without a device: it carries out plans on pages whose cells are (content, position, epoch) triples, and checks every read.
+
+The content of a prompt page with a key is its key, whoever computed it; everything else is its sequence's own. So a sequence that shares a
+page reads what it would have computed, or this is an AssertionError.
 
 It is as unkind as a device may be. A held copy reads its pages only when it lands, a restore scribbles over its pages when it starts and
 fills them when it lands, also after a cancel, and copies land as late as `delay` says. So a page handed on too soon, a row scheduled too
@@ -6,14 +9,14 @@ early, a prompt token computed twice or a host byte over the budget is an Assert
 engine does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Outcome, Plan, PrefillChunk, SchedulerConfig, TableUpdate
 from jaxkv.scheduler.scheduler import Scheduler
 from jaxkv.scheduler.sequence import OVER, State
 
-Cell = tuple[int, int, int] | None  # sequence, position, the epoch in which it was computed
+Cell = tuple[Hashable, int, int] | None  # content, position, the epoch in which it was computed
 Pages = list[list[Cell]]
 
 
@@ -42,6 +45,8 @@ class FakeRunner:
         self.flights: list[Copy] = []
         self.written: dict[int, list[int]] = {}  # the epoch in which each position was computed
         self.epochs: dict[int, int] = {}
+        self.keys: dict[int, tuple[Hashable, ...]] = {}
+        self.found: dict[int, int] = {}  # prompt cells that were there already
 
     @property
     def free_chunks(self) -> int:
@@ -52,10 +57,12 @@ class FakeRunner:
         """Counted apart from the scheduler: stored chunks and chunks in flight."""
         return len(self.host.keys() | {copy.chunk.host_id for copy in self.flights}) * self.config.chunk_bytes
 
-    def start(self, seq_id: int) -> None:
+    def start(self, seq_id: int, page_keys: tuple[Hashable, ...] = ()) -> None:
         """A new sequence, of which nothing is computed."""
         self.written[seq_id] = []
         self.epochs[seq_id] = 0
+        self.keys[seq_id] = page_keys
+        self.found[seq_id] = 0
 
     def drop(self, seq_id: int) -> None:
         """A sequence has ended; its flights land as strays."""
@@ -120,25 +127,48 @@ class FakeRunner:
         table[update.first :] = update.pages
 
     def _prefill(self, chunk: PrefillChunk) -> None:
-        assert chunk.start % self.config.prefill_chunk == 0, f"{chunk} does not start at a multiple of the chunk width"
+        if chunk.start > len(self.written[chunk.seq_id]):
+            self._find(chunk.seq_id, chunk.row, chunk.start)
+        assert (chunk.start - self.found[chunk.seq_id]) % self.config.prefill_chunk == 0, f"{chunk} is cut askew"
         for position in range(chunk.start, chunk.start + chunk.length):
             self._write(chunk.seq_id, chunk.row, position)
         self._read(chunk.seq_id, chunk.row, chunk.start + chunk.length)
 
     def _decode(self, row: DecodeRow) -> None:
+        assert self._key(row.seq_id, row.position) is None, f"{row} writes into a prompt page"
         self._write(row.seq_id, row.row, row.position)
         self._read(row.seq_id, row.row, row.position + 1)
+
+    def _find(self, seq_id: int, row: int, start: int) -> None:
+        """Its first chunk starts behind prompt pages that it shares: they must be there, whole, with the content it would have computed."""
+        assert not self.written[seq_id] and start % self.config.page_size == 0, (
+            f"sequence {seq_id} shares {start} cells after {self.written}"
+        )
+        cells = [cell for page in self.tables[row] for cell in self.pool[page]][:start]
+        for position, cell in enumerate(cells):
+            assert cell == (self._key(seq_id, position), position, 0), f"sequence {seq_id} finds {cell} at {position}"
+            self.written[seq_id].append(0)
+        self.found[seq_id] = start
+
+    def _cell(self, seq_id: int, position: int) -> Cell:
+        """What is to be there: in a prompt page with a key the same for all who have it, whenever it was computed."""
+        key = self._key(seq_id, position)
+        return (seq_id, position, self.written[seq_id][position]) if key is None else (key, position, 0)
+
+    def _key(self, seq_id: int, position: int) -> Hashable | None:
+        page, keys = position // self.config.page_size, self.keys[seq_id]
+        return keys[page] if page < len(keys) else None
 
     def _write(self, seq_id: int, row: int, position: int) -> None:
         written = self.written[seq_id]
         assert position == len(written), f"sequence {seq_id} computes position {position} after {len(written)}"
         written.append(self.epochs[seq_id])
         page, cell = divmod(position, self.config.page_size)
-        self.pool[self.tables[row][page]][cell] = (seq_id, position, written[position])
+        self.pool[self.tables[row][page]][cell] = self._cell(seq_id, position)
 
     def _read(self, seq_id: int, row: int, num_cells: int) -> None:
         cells = [cell for page in self.tables[row] for cell in self.pool[page]][:num_cells]
-        expected = [(seq_id, position, epoch) for position, epoch in enumerate(self.written[seq_id])]
+        expected = [self._cell(seq_id, position) for position in range(len(self.written[seq_id]))]
         assert cells == expected, f"sequence {seq_id} in row {row} reads {cells}, not {expected}"
 
 
@@ -159,10 +189,21 @@ class FakeLoop:
         self.num_steps = 0
         self.num_idle_steps = 0  # in a row, with work but without a chunk or a token
 
-    def add(self, seq_id: int, prompt_len: int, max_new: int | None, stops_after: int | None = None, *, priority: int = 0) -> int:
+    def add(
+        self,
+        seq_id: int,
+        prompt_len: int,
+        max_new: int | None,
+        stops_after: int | None = None,
+        *,
+        priority: int = 0,
+        page_keys: tuple[Hashable, ...] = (),
+        keeps_prefix: bool = True,
+    ) -> int:
         """Add a sequence; it stops by itself after `stops_after` tokens, if its limit lets it."""
-        limit = self.scheduler.add(seq_id, prompt_len, max_new, float(self.num_steps), priority=priority)
-        self.runner.start(seq_id)
+        now = float(self.num_steps)
+        limit = self.scheduler.add(seq_id, prompt_len, max_new, now, priority=priority, page_keys=page_keys, keeps_prefix=keeps_prefix)
+        self.runner.start(seq_id, page_keys)
         self.tokens[seq_id] = 0
         self.limits[seq_id] = limit
         self.stops[seq_id] = min(limit, stops_after or limit)

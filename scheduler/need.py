@@ -44,6 +44,13 @@ def answer_limit(config: SchedulerConfig, prompt_len: int, max_new: int | None) 
     return longest if max_new is None else min(max_new, longest)
 
 
+def check_keys_fit(config: SchedulerConfig, prompt_len: int, num_keys: int) -> None:
+    """ValueError for more page keys than a prompt has full pages before its last token."""
+    most = (prompt_len - 1) // config.page_size
+    if num_keys > most:
+        raise ValueError(f"got {num_keys} page keys for {prompt_len} prompt tokens, allowed: {most} in pages of {config.page_size}")
+
+
 def most_cells(seq: Sequence) -> int:
     """Cells it takes if it runs to its limit."""
     return need(seq.prompt_len, seq.limit)

@@ -32,6 +32,7 @@ class SchedulerConfig:
     rotate: str = "shifted"  # whom a head that has waited long may replace: any, none, or those that shifted their context
     rotate_after_s: float = 2.0
     keep_images: bool = True  # what will not change stays in host memory after a return, while the budget has room
+    prefix_cache: bool = True  # prompt pages that nobody holds stay until their room is needed
     hold: bool = False  # pages of a parked chunk come back when its copy is done, not when it is dispatched
     planner: bool = True
     park_every: int = 0
@@ -60,7 +61,8 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Prompt tokens start .. start + length - 1 of a sequence. `is_last`: it ends the prompt, and its program samples the first token."""
+    """Prompt tokens start .. start + length - 1 of a sequence; the first chunk starts where any page does. `is_last`: it ends the prompt,
+    and its program samples the first token."""
 
     seq_id: int
     row: int

@@ -12,6 +12,7 @@ from jaxkv.scheduler.copies import dispatch_restores, start_restore
 from jaxkv.scheduler.need import gate_pages, step_pages
 from jaxkv.scheduler.plan import Note, TableUpdate
 from jaxkv.scheduler.policies import RETURNS, Applicant
+from jaxkv.scheduler.prefix import num_in_use, share_prefix
 from jaxkv.scheduler.sequence import Sequence, State
 
 LOOK_AHEAD = 32  # new ones that a policy may choose from: a plan does not walk the whole waiting line
@@ -28,8 +29,8 @@ def let_in(books: Books, turn: Turn) -> None:
         if seq is None:
             return
         head.num_bypassed += seq is not head
+        spare -= gate_pages(books.config, seq, margin) - num_in_use(books, seq)
         enter(books, turn, seq)
-        spare -= gate_pages(books.config, seq, margin)
         dispatch_restores(books, turn)
 
 
@@ -69,6 +70,8 @@ def equals(books: Books, head: Sequence) -> Iterator[Sequence]:
 def applicant(books: Books, turn: Turn, seq: Sequence, spare: int) -> Applicant:
     """The picture of one in the line. It fits if its pages are there, its whole image is, and a chunk may be sent."""
     num_pages = gate_pages(books.config, seq, gate_margin(books) if books.residents else 0)
+    if num_pages > spare:
+        num_pages -= num_in_use(books, seq)
     is_ready = seq.state is not State.PARKING and (turn.chunks_left > 0 or not seq.image)
     since = seq.added_at if seq.parked_since is None else seq.parked_since
     return Applicant(
@@ -82,7 +85,8 @@ def enter(books: Books, turn: Turn, seq: Sequence) -> None:
     is_new = seq.state is State.WAITING
     (books.waiting if is_new else books.parked).remove(seq)
     row = books.enter_row(seq)
-    seq.pages = books.pages.take(seq.seq_id, step_pages(books.config, seq))
+    share_prefix(books, seq)
+    seq.pages += books.pages.take(seq.seq_id, step_pages(books.config, seq) - len(seq.pages))
     seq.entered_at, seq.has_way = turn.now, False
     turn.tables.append(TableUpdate(row, 0, tuple(seq.pages)))
     turn.notes.append(

@@ -45,8 +45,11 @@ def press(books: Books, turn: Turn, cause: str, pick: VictimPolicy, margin: int 
         if not candidates:
             return False
         victim = pick(policies.spare_the_starved(candidates, books.config.starve_after))
+        shares = books.pages.num_shared(victim.seq_id) > 0
         is_parked = park_victim(books, turn, books.sequences[victim.seq_id], cause)
         candidates = [c for c in candidates if c is not victim and (is_parked or has_room(books, [books.sequences[c.seq_id]]))]
+        if shares:  # what it leaves behind may be another's alone now
+            candidates = picture(books, [books.sequences[c.seq_id] for c in candidates])
     return True
 
 
@@ -65,7 +68,12 @@ def shortage(books: Books, margin: int = 0) -> int:
 
 def num_leaving(books: Books) -> int:
     """Pages that come back by themselves."""
-    return books.pages.num_leaving + sum(len(seq.pages) for seq in books.residents if ends_now(books, seq))
+    return books.pages.num_leaving + sum(own_pages(books, seq) for seq in books.residents if ends_now(books, seq))
+
+
+def own_pages(books: Books, seq: Sequence) -> int:
+    """Pages that its parking frees: those that nobody else stays with."""
+    return len(seq.pages) - books.pages.num_shared(seq.seq_id)
 
 
 def is_last_token(books: Books, seq: Sequence) -> bool:
@@ -88,8 +96,8 @@ def list_candidates(books: Books) -> list[Candidate]:
 
 
 def may_leave(books: Books, seq: Sequence) -> bool:
-    """Whether it has progressed since its return and does not end by itself in this step."""
-    return seq.state in RUNNING and seq.has_progressed and not ends_now(books, seq)
+    """Whether it has progressed since its return, has a page to give, and does not end by itself in this step."""
+    return seq.state in RUNNING and seq.has_progressed and own_pages(books, seq) > 0 and not ends_now(books, seq)
 
 
 def picture(books: Books, residents: list[Sequence]) -> list[Candidate]:
@@ -100,7 +108,7 @@ def picture(books: Books, residents: list[Sequence]) -> list[Candidate]:
             first[seq.priority] = seq
     return [
         Candidate(
-            seq.seq_id, seq.num_cells, len(seq.pages), seq.order, seq.num_parks, is_last_token(books, seq),
+            seq.seq_id, seq.num_cells, own_pages(books, seq), seq.order, seq.num_parks, is_last_token(books, seq),
             seq.priority, seq.limit - seq.num_generated, seq is first[seq.priority],
         )
         for seq in residents

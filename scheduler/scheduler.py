@@ -4,7 +4,7 @@ It decides who runs, who parks and who returns, and owns page numbers and host b
 (`now` is handed in), so that the same `Scheduler` runs behind the engine, the simulator and the fake runner of the tests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from jaxkv.scheduler.books import Books, Counters, Turn
 from jaxkv.scheduler.build import end_one_if_stuck, fill_batch
@@ -13,8 +13,9 @@ from jaxkv.scheduler.commit import enter_outcome
 from jaxkv.scheduler.config import validate
 from jaxkv.scheduler.copies import dispatch_parks, end, spoil
 from jaxkv.scheduler.forced import park_forced
-from jaxkv.scheduler.need import answer_limit
+from jaxkv.scheduler.need import answer_limit, check_keys_fit
 from jaxkv.scheduler.plan import Chunk, Outcome, Plan, SchedulerConfig
+from jaxkv.scheduler.prefix import share_first
 from jaxkv.scheduler.returns import let_in
 from jaxkv.scheduler.room import last_resort, make_room, serve_last_tokens
 from jaxkv.scheduler.sequence import RUNNING, Sequence, State
@@ -31,11 +32,23 @@ class Scheduler:
         self.config = config
         self._books = Books(config, on_drop)
 
-    def add(self, seq_id: int, prompt_len: int, max_new: int | None, now: float, *, priority: int = 0) -> int:
+    def add(
+        self,
+        seq_id: int,
+        prompt_len: int,
+        max_new: int | None,
+        now: float,
+        *,
+        priority: int = 0,
+        page_keys: tuple[Hashable, ...] = (),
+        keeps_prefix: bool = True,
+    ) -> int:
         """Put a new sequence into the waiting line and return how many tokens it may generate at most.
 
-        That is `max_new`, or less where the pool or the model's length ends it sooner. One of a lower `priority` goes first. Raises
-        DoesNotFit if the prompt alone can never fit, ValueError for a length below 1, a priority that is no integer or an id in use.
+        That is `max_new`, or less where the pool or the model's length ends it sooner. One of a lower `priority` goes first. `page_keys`
+        name the content of its full prompt pages before the last prompt token, `keeps_prefix` says whether they stay to be found when
+        nobody holds them. Raises DoesNotFit if the prompt alone can never fit, ValueError for a length below 1, a priority that is no
+        integer, too many keys or an id in use.
         """
         books = self._books
         if seq_id in books.sequences:
@@ -43,7 +56,17 @@ class Scheduler:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"a priority is an integer, lower goes first; got {priority!r}")
         limit = answer_limit(self.config, prompt_len, max_new)
-        seq = Sequence(seq_id, prompt_len, limit, order=books.num_added, added_at=now, priority=priority)
+        check_keys_fit(self.config, prompt_len, len(page_keys))
+        seq = Sequence(
+            seq_id,
+            prompt_len,
+            limit,
+            order=books.num_added,
+            added_at=now,
+            priority=priority,
+            page_keys=page_keys,
+            keeps_prefix=keeps_prefix,
+        )
         books.sequences[seq_id] = seq
         books.waiting.append(seq)
         books.num_added += 1
@@ -85,6 +108,7 @@ class Scheduler:
         books = self._books
         turn = Turn(books.num_steps, now, min(free_chunks, self.config.chunks_per_step))
         books.num_steps += 1
+        share_first(books, turn)
         park_forced(books, turn)
         serve_last_tokens(books, turn)
         if self.config.planner:
@@ -131,6 +155,10 @@ class Scheduler:
         """A copy failed, or what came back was damaged: nobody will find that place again. Returns who cannot go on because of it:
         its own sequence, and when the copy to the host is what failed, all those whose image it belongs to."""
         return spoil(self._books, chunk)
+
+    def cached_tokens(self, seq_id: int) -> int:
+        """How many tokens of its prompt were found in the pool; KeyError for one never added or forgotten."""
+        return self._books.sequences[seq_id].num_cached
 
     def snapshot(self) -> Snapshot:
         """A frozen picture of everything that lives."""

@@ -60,14 +60,15 @@ class Sequence:
     order: int
     added_at: float
     priority: int = 0  # lower goes first
+    page_keys: tuple[Hashable, ...] = ()  # one per full prompt page before the last prompt token; equal keys, equal content
+    keeps_prefix: bool = True  # its prompt pages stay in the pool, while there is room, when nobody holds them any more
     state: State = State.WAITING
     row: int | None = None
     pages: list[int] = field(default_factory=list)  # held by a resident, in logical order
     num_cells: int = 0  # tokens whose keys and values are in its pages or its image
+    num_cached: int = 0  # of these, prompt tokens that were found in the pool
     num_generated: int = 0
     epoch: int = 0
-
-    page_keys: tuple[Hashable, ...] = ()  # of its full prompt pages: equal keys, equal content
 
     image: list[ImageChunk] = field(default_factory=list)  # while it is away
     image_pages: int = 0

@@ -31,7 +31,8 @@ class Snapshot:
 
     sequences: tuple[SequenceView, ...]
     num_pages: int
-    num_pages_free: int
+    num_pages_free: int  # those cached included: they are given away when their room is needed
+    num_pages_cached: int  # prompt pages that nobody holds
     num_pages_leaving: int
     host_bytes: int
     num_running: int
@@ -57,6 +58,7 @@ def snapshot(books: Books) -> Snapshot:
         sequences=tuple(view(seq) for seq in live),
         num_pages=books.config.num_pages,
         num_pages_free=books.pages.num_free,
+        num_pages_cached=books.pages.num_cached,
         num_pages_leaving=books.pages.num_leaving,
         host_bytes=books.host.held,
         num_running=len(live) - num_parked - num_waiting,

@@ -11,6 +11,7 @@ from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.copies import has_room, start_park
 from jaxkv.scheduler.need import gate_pages
 from jaxkv.scheduler.policies import Candidate
+from jaxkv.scheduler.prefix import num_in_use
 from jaxkv.scheduler.returns import first_in_line, gate_margin, spare_pages
 from jaxkv.scheduler.room import ends_now, may_leave, num_leaving, picture, refuse
 from jaxkv.scheduler.sequence import Sequence, State
@@ -67,6 +68,7 @@ def choose_victims(books: Books, head: Sequence, residents: list[Sequence], pick
     spare = spare_pages(books, margin) + num_leaving(books)
     has_row = bool(books.free_rows) or any(ends_now(books, seq) for seq in books.residents)
     candidates, victims = picture(books, residents), list[Sequence]()
+    shared = num_in_use(books, head, {seq.seq_id for seq in residents})  # pages that stay, whoever leaves
 
     def gain(candidate: Candidate) -> int:
         """What its parking frees, and what it was promised."""
@@ -75,12 +77,14 @@ def choose_victims(books: Books, head: Sequence, residents: list[Sequence], pick
 
     def needed() -> int:
         """What the head needs beside those who are left then."""
-        return gate_pages(books.config, head, margin if len(victims) < len(books.residents) else 0)
+        return gate_pages(books.config, head, margin if len(victims) < len(books.residents) else 0) - shared
 
     def lets_in(candidate: Candidate) -> bool:
         is_last = len(victims) + 1 == len(books.residents)
-        return spare + gain(candidate) >= gate_pages(books.config, head, 0 if is_last else margin)
+        return spare + gain(candidate) >= gate_pages(books.config, head, 0 if is_last else margin) - shared
 
+    if has_row and spare >= gate_pages(books.config, head, margin if books.residents else 0) - num_in_use(books, head):
+        return []
     while spare < needed() or not has_row:
         if not candidates:
             return []

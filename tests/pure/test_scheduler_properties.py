@@ -6,6 +6,7 @@ A whole run is made from one integer, so that a failure is replayed by `run_rand
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -86,8 +87,8 @@ class WatchedLoop(FakeLoop):
         leader = min(stayed, key=lambda view: (view.priority, -view.num_cells, view.seq_id), default=None)
         assert leader is None or leader.seq_id not in victims, f"the leader {leader} is among the victims {victims}"
 
-    def add(self, seq_id: int, *sizes: int | None, priority: int = 0) -> int:
-        limit = super().add(seq_id, *sizes, priority=priority)
+    def add(self, seq_id: int, *sizes: Any, priority: int = 0, **more: Any) -> int:
+        limit = super().add(seq_id, *sizes, priority=priority, **more)
         self.priorities[seq_id] = priority
         self.waiting.add(seq_id)
         return limit
