@@ -59,6 +59,7 @@ class Turn:
     step: int
     now: float
     chunks_left: int
+    is_pressed_out: bool = False  # the step does not fit, and nobody is left to park
     park: list[Chunk] = field(default_factory=list)
     restore: list[Chunk] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
@@ -96,7 +97,11 @@ class Books:
     @property
     def leader(self) -> Sequence | None:
         """The resident with the most tokens among the most urgent; of equals the older."""
-        return max(self.residents, key=lambda seq: (-seq.priority, seq.num_cells), default=None)
+        leader: Sequence | None = None
+        for seq in self.residents:
+            if leader is None or seq.priority < leader.priority or (seq.priority == leader.priority and seq.num_cells > leader.num_cells):
+                leader = seq
+        return leader
 
     @property
     def next_to_prefill(self) -> Sequence | None:

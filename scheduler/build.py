@@ -3,7 +3,7 @@
 from jaxkv.scheduler import policies
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.copies import end, image_size
-from jaxkv.scheduler.need import chunk_len, missing_pages
+from jaxkv.scheduler.need import chunk_len, has_next_cell, missing_pages
 from jaxkv.scheduler.plan import DecodeRow, Note, PrefillChunk, TableUpdate
 from jaxkv.scheduler.policies import Candidate
 from jaxkv.scheduler.sequence import Sequence, State
@@ -23,7 +23,7 @@ def fill_batch(books: Books, turn: Turn) -> None:
 
 def decode_row(books: Books, turn: Turn, seq: Sequence) -> None:
     """Put a sequence into the decode batch if it can have the cell its input token is written to."""
-    if seq.state is State.DECODING and grow(books, turn, seq):
+    if seq.state is State.DECODING and (has_next_cell(books.config, seq) or grow(books, turn, seq)):
         assert seq.row is not None
         turn.decode.append(DecodeRow(seq.seq_id, seq.row, seq.num_cells))
 

@@ -10,7 +10,8 @@ RANDOM_PARKS = 1 / 8  # of the residents in each step, under a random schedule
 
 def park_forced(books: Books, turn: Turn) -> None:
     """Park every resident whose turn has come, the leader included. One that the host budget refuses is asked again only when next due."""
-    for seq in list(books.residents):
+    is_set = books.config.park_every > 0 or books.config.park_seed is not None
+    for seq in [seq for seq in books.residents if is_set or seq.park_asked]:
         if seq.state in RUNNING and seq.has_progressed and is_due(books, seq):
             seq.forced_at, seq.park_asked = seq.num_cells, False
             if start_park(books, turn, seq, "forced"):

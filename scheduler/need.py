@@ -61,10 +61,16 @@ def chunk_len(config: SchedulerConfig, seq: Sequence) -> int:
     return max(0, min(config.prefill_chunk, seq.prompt_len - seq.num_cells))
 
 
+def has_next_cell(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> bool:
+    """Whether its pages hold `margin` + 1 cells more: the quick question, to which the answer is yes in most steps of most rows."""
+    return seq.num_cells + margin < len(seq.pages) * config.page_size
+
+
 def step_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
     """Pages it must hold to run its next chunk or decode step and `margin` tokens more."""
-    num_cells = seq.num_cells + (chunk_len(config, seq) or 1) + margin
-    return pages_for(min(num_cells, most_cells(seq)), config.page_size)
+    num_cells = seq.num_cells + margin + (1 if seq.num_cells >= seq.prompt_len else chunk_len(config, seq))
+    most = most_cells(seq)
+    return pages_for(num_cells if num_cells < most else most, config.page_size)
 
 
 def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
@@ -72,11 +78,12 @@ def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
 
     With admission `reserve` that is all it may ever need.
     """
-    num_cells = max(seq.num_cells, seq.prompt_len) + 1 + margin
-    most = most_cells(seq)
-    return pages_for(most if config.admission == "reserve" else min(num_cells, most), config.page_size)
+    held = seq.num_cells if seq.num_cells > seq.prompt_len else seq.prompt_len
+    num_cells, most = held + 1 + margin, most_cells(seq)
+    return pages_for(num_cells if num_cells < most and config.admission != "reserve" else most, config.page_size)
 
 
 def missing_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
     """Pages it lacks for its next step."""
-    return max(0, step_pages(config, seq, margin) - len(seq.pages))
+    num = step_pages(config, seq, margin) - len(seq.pages)
+    return num if num > 0 else 0

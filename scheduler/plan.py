@@ -5,6 +5,7 @@ Integers only. The scheduler owns page numbers, the runner owns what the pages c
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,7 @@ class PrefillChunk:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """One row of the decode batch. `position` is the cell its input token is written to: prompt_len + generated - 1."""
 
     seq_id: int

@@ -6,11 +6,10 @@ and to the one first in line.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A resident that may be parked; `num_pages` is what its parking frees, `order` counts arrivals."""
 
     seq_id: int
@@ -24,8 +23,7 @@ class Candidate:
     is_leader: bool = False  # the most tokens among all residents of its priority
 
 
-@dataclass(frozen=True, slots=True)
-class Applicant:
+class Applicant(NamedTuple):
     """One in the line, of the most urgent priority there; `num_pages` is what the gate asks of it, `fits` that this is to be had now."""
 
     seq_id: int

@@ -7,7 +7,7 @@ from jaxkv.scheduler import policies
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.build import grow
 from jaxkv.scheduler.copies import dispatch_parks, has_room, image_size, start_park
-from jaxkv.scheduler.need import chunk_len, missing_pages
+from jaxkv.scheduler.need import chunk_len, has_next_cell, missing_pages
 from jaxkv.scheduler.plan import Note
 from jaxkv.scheduler.policies import Candidate, VictimPolicy
 from jaxkv.scheduler.sequence import RUNNING, Sequence, State
@@ -16,7 +16,7 @@ from jaxkv.scheduler.sequence import RUNNING, Sequence, State
 def serve_last_tokens(books: Books, turn: Turn) -> None:
     """One that needs a page for its last token gets it first: all its pages are back right after."""
     for seq in books.residents:
-        if seq.state is State.DECODING and is_last_token(books, seq):
+        if seq.num_generated + 1 == seq.limit and seq.state is State.DECODING:
             grow(books, turn, seq)
 
 
@@ -30,7 +30,7 @@ def make_room(books: Books, turn: Turn) -> None:
 
 def last_resort(books: Books, turn: Turn) -> None:
     """The planner is off or was wrong: park the smallest until the step fits. With pages on their way out, the step waits instead."""
-    if shortage(books) <= 0 or num_leaving(books) > 0:
+    if turn.is_pressed_out or shortage(books) <= 0 or num_leaving(books) > 0:
         return
     press(books, turn, "last_resort", policies.smallest)
     dispatch_parks(books, turn)
@@ -43,6 +43,7 @@ def press(books: Books, turn: Turn, cause: str, pick: VictimPolicy, margin: int 
         if candidates is None:
             candidates = list_candidates(books)
         if not candidates:
+            turn.is_pressed_out = True
             return False
         victim = pick(policies.spare_the_starved(candidates, books.config.starve_after))
         shares = books.pages.num_shared(victim.seq_id) > 0
@@ -55,12 +56,11 @@ def press(books: Books, turn: Turn, cause: str, pick: VictimPolicy, margin: int 
 
 def shortage(books: Books, margin: int = 0) -> int:
     """Pages that the step's rows lack beyond the free ones."""
-    config, first, size = books.config, books.next_to_prefill, books.config.page_size
+    config, first = books.config, books.next_to_prefill
     num = 0
     for seq in books.residents:
         if seq.state is State.DECODING:
-            if seq.num_cells + margin >= len(seq.pages) * size:  # most rows have room for their next token, and need no closer look
-                num += missing_pages(config, seq, margin)
+            num += 0 if has_next_cell(config, seq, margin) else missing_pages(config, seq, margin)
         elif seq is first:
             num += missing_pages(config, seq, margin)
     return num - books.pages.num_free

@@ -24,11 +24,15 @@ def make_way(books: Books, turn: Turn) -> None:
     head = first_in_line(books)
     if head is None or head.state is State.PARKING or books.config.admission == "reserve":
         return
-    counters = books.counters
+    if head.has_way and books.pages.num_leaving:
+        return  # of those who left for it; while their pages come back the others grow, and may take what was just enough
+    num_parked = 0
     if residents := [seq for seq in books.residents if seq.priority > head.priority and may_leave(books, seq)]:
-        counters.num_parks_priority += park_for(books, turn, head, residents, by_policy(books), "priority")
-    elif is_due(books, turn, head) and (residents := [seq for seq in books.residents if may_rotate(books, turn, head, seq)]):
-        counters.num_rotations += park_for(books, turn, head, residents, smallest_that_does, "rotation")
+        num_parked = park_for(books, turn, head, residents, by_policy(books), "priority")
+        books.counters.num_parks_priority += num_parked
+    if not num_parked and is_due(books, turn, head):
+        residents = [seq for seq in books.residents if may_rotate(books, turn, head, seq)]
+        books.counters.num_rotations += park_for(books, turn, head, residents, smallest_that_does, "rotation") if residents else 0
 
 
 def is_due(books: Books, turn: Turn, head: Sequence) -> bool:

@@ -1,13 +1,14 @@
 """Every field of a configuration: its name, type, range, default and one sentence about it. Knows nothing of files or command lines."""
 
 import warnings
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxkv.config.section import MAX_SEED, Section
 from jaxkv.config.workload import SimulateSection, SweepSection, WorkloadSection
+from jaxkv.scheduler.policies import RETURNS, VICTIMS
 
 
 def _as_tuple(value: Any) -> Any:
@@ -24,6 +25,13 @@ def _text_keys(value: Any) -> Any:
 
 Stops = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)]
+
+
+if TYPE_CHECKING:
+    VictimName: TypeAlias = str
+    ReturnName: TypeAlias = str
+else:  # whatever stands in the dicts of policies
+    VictimName, ReturnName = Literal[tuple(VICTIMS)], Literal[tuple(RETURNS)]
 
 
 class ModelSection(Section):
@@ -58,10 +66,8 @@ class SchedulerSection(Section):
 
     rows: int = Field(default=8, ge=1, description="sequences decoded together")
     prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens computed in one step")
-    victim: Literal["smallest", "largest", "youngest", "oldest", "priority"] = Field(
-        default="smallest", description="which resident of the least urgent priority is parked when room is needed"
-    )
-    resume: Literal["head", "pass"] = Field(
+    victim: VictimName = Field(default="smallest", description="which resident of the least urgent priority is parked when room is needed")
+    resume: ReturnName = Field(
         default="head",
         description="who comes in: head is the one parked longest, and nobody passes it; pass is whoever fits, the most often parked first",
     )

@@ -55,6 +55,54 @@ def test_the_gate_is_exact_to_one_token(cells_at_arrival: int, is_admitted_besid
     assert job.tokens == {0: 240, 1: 8}
 
 
+@pytest.mark.parametrize(("cells_at_arrival", "is_admitted_beside"), [(131, True), (132, True), (133, False)])
+def test_with_hold_the_gate_stands_twice_as_high_to_the_token(cells_at_arrival: int, is_admitted_beside: bool) -> None:
+    # As above, with 16 tokens of margin: 132 + 17 + 107 == 256.
+    job = loop(256, hold=True)
+    job.add(0, 8, 240)
+    job.run(until=lambda: job.num_cells(0) == cells_at_arrival)
+    job.add(1, 100, 8)
+    job.step()
+    assert (1 in job.noted("admit")) == is_admitted_beside
+    job.run()
+    assert job.tokens == {0: 240, 1: 8}
+
+
+@pytest.mark.parametrize(("delay", "is_back_beside"), [(0, True), (5, False)])
+def test_one_parked_in_its_prompt_comes_back_by_the_same_gate_and_is_parked_once(delay: int, is_back_beside: bool) -> None:
+    # (100, 8) is parked with 32 cells at the resident's 138. When its copy has landed that one has 140, or some more: one too many.
+    job = loop(256, delay=delay)
+    job.add(0, 8, 240)
+    job.run(until=lambda: job.num_cells(0) == 137)
+    job.add(1, 100, 8)
+    job.step()
+    assert (job.num_cells(0), job.num_cells(1)) == (138, 32)
+    job.scheduler.park(1)
+    job.run(until=lambda: 1 in job.noted("restore"))
+    assert (0 not in job.ends) == is_back_beside
+    job.run()  # the fake runner refuses a position computed twice
+    assert job.tokens == {0: 240, 1: 8}
+    assert job.scheduler.counters.num_parks == 1
+
+
+def test_while_the_oldest_prompt_waits_for_pages_another_that_has_its_pages_goes_on() -> None:
+    # 58 pages, three decode: the long prompt's fifth chunk of 4 lacks pages, and those of the victim are still leaving.
+    job = loop(58, rows=5, prefill_chunk=4, margin_steps=0, hold=True, delay=10, victim="largest")
+    for seq_id in range(3):
+        job.add(seq_id, 4, 30)
+    job.run(until=lambda: job.num_cells(0) == 8)
+    job.add(3, 24, 2)
+    job.add(4, 8, 2)
+    chunks = []
+    while 4 not in chunks:
+        plan = job.step()
+        chunks += [plan.prefill.seq_id] if plan.prefill else []
+    assert (chunks, job.scheduler.state(3)) == ([3, 3, 3, 3, 4], State.PREFILLING)
+    assert len(job.noted("park")) == 1
+    job.run()
+    assert job.tokens == {0: 30, 1: 30, 2: 30, 3: 2, 4: 2}
+
+
 def test_the_trash_page_is_no_capacity() -> None:
     job = loop(15, page_size=16)
     with pytest.raises(DoesNotFit) as caught:
