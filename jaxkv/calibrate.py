@@ -20,6 +20,8 @@ from jaxkv.simulate.costs import Costs
 
 POLL_S = 1e-4
 MAX_CONTEXT = 2048  # longer rows cost in proportion
+MAX_PROMPT = 512  # of the sequence that is parked
+MAX_PARK_STEPS = 24  # until it is back
 Say = Callable[[str], object]
 
 
@@ -125,21 +127,25 @@ def fit(features: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[li
 
 
 def measure_steps(engine: Engine, repeats: int, programs: ProgramTimes) -> tuple[float, float]:
-    """Seconds of a step beside its program, and what one transfer chunk adds to the steps around it."""
-    rows = engine.config.scheduler.rows
-    prompt_len = max(1, min(256, engine.capacity // (2 * rows)))
-    params = SamplingParams(max_tokens=8 * repeats + 64, temperature=0.0, ignore_eos=True)
-    handles = [engine.submit([1] * prompt_len, params) for _ in range(rows)]
+    """Seconds of a step beside its program, and what one transfer chunk adds to the steps around it.
+
+    Two sequences, or one where there is one row, that fit the pool whole: nobody is parked but by us.
+    """
+    num = min(2, engine.config.scheduler.rows)
+    share = min(engine.capacity // num - engine.config.pool.page_size, engine.max_len)
+    answer_len = max(1, min(share // 2, 2 * repeats + MAX_PARK_STEPS * repeats))
+    prompt_len = max(1, min(MAX_PROMPT, share - answer_len))
+    params = SamplingParams(max_tokens=answer_len, temperature=0.0, ignore_eos=True)
+    handles = [engine.submit([1] * prompt_len, params) for _ in range(num)]
     while not all(handle.token_ids for handle in handles):
         engine.step()
-    steps = [_timed(engine.step) for _ in range(2 * repeats)]
-    quiet_s, lengths = statistics.median(steps), [prompt_len + len(handle.token_ids) for handle in handles]
+    quiet_s, lengths = statistics.median(_timed(engine.step) for _ in range(repeats)), [prompt_len + repeats] * num
     extra = [park_once(engine, handles[0].seq_id, quiet_s) for _ in range(repeats) if not handles[0].done]
     for handle in handles:
         handle.cancel()
     while not engine.is_idle:
         engine.step()
-    return max(0.0, quiet_s - programs.decode_s(lengths)), max(0.0, statistics.median(extra))
+    return max(0.0, quiet_s - programs.decode_s(lengths)), max(0.0, statistics.median(extra or [0.0]))
 
 
 def park_once(engine: Engine, seq_id: int, quiet_s: float) -> float:
@@ -148,7 +154,7 @@ def park_once(engine: Engine, seq_id: int, quiet_s: float) -> float:
     chunk_bytes, before, moved = engine.parts.transfer.chunk_bytes, counters.num_restores, stats.bytes_to_host + stats.bytes_to_device
     engine.scheduler.park(seq_id)
     took_s, num = 0.0, 0
-    while counters.num_restores == before and num < 64:
+    while counters.num_restores == before and num < MAX_PARK_STEPS:
         took_s += _timed(engine.step)
         num += 1
     num_chunks = (stats.bytes_to_host + stats.bytes_to_device - moved) // chunk_bytes

@@ -90,7 +90,7 @@ class Simulation:
             seq_id, request = self._next, requests[self._next]
             self._next += 1
             try:
-                limit = self.scheduler.add(seq_id, request.prompt_len, request.max_tokens, request.arrival_s)
+                limit = self.scheduler.add(seq_id, request.prompt_len, request.max_tokens, request.arrival_s, priority=request.priority)
             except DoesNotFit:
                 self._ends[seq_id] = self.now, "refused"
                 continue

@@ -33,6 +33,10 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
             "armed_over_huge", "armed_num_parks", "runs", "runs_with_equal_bytes",
         },
     ),
+    "policies": (
+        ["--chats", "3", "--shortest", "6", "--longest", "24", "--prompt", "8", "--apart", "0.2"],
+        {"chats", "answer_tokens", "prompt_tokens", "pool_tokens", "equal_runs", "loads"},
+    ),
     "stall": (STALL, {"victim_tokens", "victim_mb", "bystanders", "gaps_ms", "copies"}),
     "startup": (["--prompt", "4"], {"format", "starts_s", "cold_over"}),
 }  # fmt: skip
@@ -91,7 +95,14 @@ def check_startup(found: dict[str, Any]) -> None:
         assert sum(stage["median"] for stage in stages.values()) == pytest.approx(total, abs=0.02)
 
 
-CHECKS = {"pressure": check_pressure, "stall": check_stall, "startup": check_startup}
+def check_policies(found: dict[str, Any]) -> None:
+    assert found["equal_runs"] == {"eight": "5 of 5", "four_rows": "5 of 5", "apart": "5 of 5"}
+    assert found["loads"]["eight"]["policies"]["smallest head"]["num_parks"] > 0
+    assert found["loads"]["eight"]["policies"]["reserve"]["num_parks"] == 0
+    assert found["loads"]["apart"]["policies"]["smallest head"]["simulated_s"] >= 0.4  # the last chat comes then
+
+
+CHECKS = {"policies": check_policies, "pressure": check_pressure, "stall": check_stall, "startup": check_startup}
 
 
 @pytest.mark.parametrize("name", [*RUNS, "peers"])

@@ -115,6 +115,13 @@ def test_no_more_chunks_are_in_flight_than_staging_holds(monkeypatch):
     assert {*free} == {0, 1, 2}
 
 
+def test_a_request_of_a_lower_priority_goes_first():
+    requests = [Request(0.0, 100, 50, 50), Request(0.0, 100, 50, 50), Request(0.0, 100, 50, 50, -1)]
+    costs = Costs(**{**FREE, "step_s": 1.0}, copy_s=0.0, land_s=0.0)
+    _, stories = run(requests, costs, rows=1)
+    assert [story.line_s for story in stories] == [53.0, 106.0, 0.0]  # 4 chunks and 49 more tokens each
+
+
 def test_a_request_may_ask_for_more_than_it_makes():
     result, (story,) = run([Request(0.0, 10, 4, 100)])
     assert (story.num_tokens, story.ended, result.num_finished) == (4, "finished", 1)
