@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.engine import Engine
 from jaxkv.programs import DecodeBatch, PrefillBatch, example_batches
 from jaxkv.request import SamplingParams
-from jaxkv.scheduler import Chunk
+from jaxkv.scheduler import Chunk, Scheduler
 from jaxkv.simulate.costs import Costs
 
 POLL_S = 1e-4
@@ -43,14 +43,18 @@ class Calibration:
 def calibrate(engine: Engine, repeats: int = 5, say: Say = lambda line: None) -> Calibration:
     """Measure an engine that has nothing else to do; some seconds on a small model."""
     assert engine.is_idle, "an engine in use measures its users"
-    programs = ProgramTimes(engine, repeats)
-    decode, decode_error = fit_decode(programs)
-    prefill, prefill_error = fit_prefill(programs)
-    say(f"decode step {decode['decode_s'] * 1e3:.1f} ms and {decode['decode_longest_s'] * 1e6:.1f} us a token of the longest row")
+    programs = ProgramTimes(engine)
+    decode, decode_error = fit_decode(programs, repeats)
+    prefill, prefill_error = fit_prefill(programs, repeats)
+    say(
+        f"decode step {decode['decode_s'] * 1e3:.1f} ms, and {decode['decode_longest_s'] * 1e6:.1f} us a token of the longest row, "
+        f"{decode['decode_token_s'] * 1e6:.1f} of any; at most {decode_error:.0%} off"
+    )
     say(f"prompt chunk {prefill['prefill_s'] * 1e3:.1f} ms")
     step_s, copy_s = measure_steps(engine, repeats, programs)
     land_s = measure_landing(engine, repeats)
     say(f"host {step_s * 1e3:.2f} ms a step; a transfer chunk {copy_s * 1e3:.2f} ms of its step, arrived after {land_s * 1e3:.2f} ms")
+    engine.scheduler = Scheduler(engine.parts.scheduler_config)  # the old one may believe that some pages still hold a prompt
     layout = engine.parts.layout
     token_bytes = layout.page_bytes // layout.page_size
     costs = Costs(step_s=step_s, copy_s=copy_s, land_s=land_s, token_bytes=token_bytes, **decode, **prefill)
@@ -58,60 +62,63 @@ def calibrate(engine: Engine, repeats: int = 5, say: Say = lambda line: None) ->
 
 
 class ProgramTimes:
-    """The engine's two step programs, run by hand on its own pool while nobody uses it."""
+    """The engine's two step programs, run by hand on its own pool: whatever was in a page is lost."""
 
-    def __init__(self, engine: Engine, repeats: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._parts = engine.parts
-        self._repeats = repeats
+        self.rows, self.chunk = engine.parts.shapes.rows, engine.parts.shapes.chunk
         self.longest = min(MAX_CONTEXT, engine.parts.shapes.max_len)
 
-    def decode_s(self, lengths: Sequence[int]) -> float:
-        """One decode step of rows that have so many tokens each; rows not named are idle."""
+    def decode(self, lengths: Sequence[int]) -> Callable[[], float]:
+        """Seconds of a decode step of rows that have so many tokens each; rows not named are idle."""
         batch, _ = example_batches(self._parts.shapes, self._parts.layout)
         positions, active = np.zeros_like(batch.positions), np.zeros_like(batch.active)
         positions[: len(lengths)] = np.asarray(lengths) - 1
         active[: len(lengths)] = True
         mine = DecodeBatch(batch.tokens, positions, active, self._table(batch.table), batch.knobs)
-        return self._median_s(lambda: self._parts.programs.decode.run(self._parts.weights, self._parts.pool.arrays, mine))
+        return lambda: self._timed(self._parts.programs.decode.run, mine)
 
-    def prefill_s(self, start: int) -> float:
-        """One whole prompt chunk after so many tokens."""
+    def prefill(self, start: int) -> Callable[[], float]:
+        """Seconds of a whole prompt chunk after so many tokens."""
         _, batch = example_batches(self._parts.shapes, self._parts.layout)
-        length, start_at = np.int32(self._parts.shapes.chunk), np.int32(start)
+        length, start_at = np.int32(self.chunk), np.int32(start)
         mine = PrefillBatch(batch.tokens, start_at, length, np.bool_(False), self._table(batch.table), batch.knobs)  # type: ignore[arg-type]
-        return self._median_s(lambda: self._parts.programs.prefill.run(self._parts.weights, self._parts.pool.arrays, mine))
+        return lambda: self._timed(self._parts.programs.prefill.run, mine)
 
     def _table(self, table: Any) -> np.ndarray:
         """All of the pool's pages, one row after another, from the first one again when they are used up."""
         pages = np.arange(table.size, dtype=np.int32) % self._parts.layout.num_pages + 1
         return pages.reshape(table.shape)
 
-    def _median_s(self, work: Callable[[], tuple[Any, Any]]) -> float:
-        times = []
-        for _ in range(self._repeats + 1):
-            began = time.perf_counter()
-            self._parts.pool.arrays, sampled = work()
-            np.asarray(sampled.token)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[1:])
+    def _timed(self, program: Callable[..., tuple[Any, Any]], batch: DecodeBatch | PrefillBatch) -> float:
+        began = time.perf_counter()
+        self._parts.pool.arrays, sampled = program(self._parts.weights, self._parts.pool.arrays, batch)
+        np.asarray(sampled.token)
+        return time.perf_counter() - began
 
 
-def fit_decode(programs: ProgramTimes) -> tuple[dict[str, float], float]:
+def fit_decode(programs: ProgramTimes, repeats: int) -> tuple[dict[str, float], float]:
     """Decode's three numbers from short, long and mixed rows, and the worst error."""
-    rows, far = programs._parts.shapes.rows, programs.longest
+    rows, far = programs.rows, programs.longest
     near = min(64, far)
     cases = [[near] * rows, [far // 4] * rows, [far // 2] * rows, [far] * rows, [far, *[near] * (rows - 1)], [far // 2] * (rows // 2)]
     features = [[1.0, max(lengths), sum(lengths)] for lengths in cases]
-    found, error = fit(features, [programs.decode_s(lengths) for lengths in cases])
+    found, error = fit(features, medians([programs.decode(lengths) for lengths in cases], repeats))
     return dict(zip(("decode_s", "decode_longest_s", "decode_token_s"), found, strict=True)), error
 
 
-def fit_prefill(programs: ProgramTimes) -> tuple[dict[str, float], float]:
+def fit_prefill(programs: ProgramTimes, repeats: int) -> tuple[dict[str, float], float]:
     """Prefill's two numbers, and the worst error."""
-    last = max(0, programs.longest - programs._parts.shapes.chunk)
+    last = max(0, programs.longest - programs.chunk)
     starts = [0, last // 3, 2 * last // 3, last]
-    found, error = fit([[1.0, start] for start in starts], [programs.prefill_s(start) for start in starts])
+    found, error = fit([[1.0, start] for start in starts], medians([programs.prefill(start) for start in starts], repeats))
     return dict(zip(("prefill_s", "prefill_token_s"), found, strict=True)), error
+
+
+def medians(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
+    """The median of each, where all take turns: a slow minute of the machine is everybody's. The first time does not count."""
+    rounds = [[work() for work in works] for _ in range(repeats + 1)]
+    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
 def fit(features: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[list[float], float]:
@@ -129,23 +136,27 @@ def fit(features: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[li
 def measure_steps(engine: Engine, repeats: int, programs: ProgramTimes) -> tuple[float, float]:
     """Seconds of a step beside its program, and what one transfer chunk adds to the steps around it.
 
-    Two sequences, or one where there is one row, that fit the pool whole: nobody is parked but by us.
+    Two sequences, or one where there is one row, that fit the pool whole: nobody is parked but by us. What they say is nonsense, since the
+    program in between writes where it likes.
     """
     num = min(2, engine.config.scheduler.rows)
     share = min(engine.capacity // num - engine.config.pool.page_size, engine.max_len)
-    answer_len = max(1, min(share // 2, 2 * repeats + MAX_PARK_STEPS * repeats))
+    answer_len = max(1, min(share // 2, (2 + MAX_PARK_STEPS) * repeats))
     prompt_len = max(1, min(MAX_PROMPT, share - answer_len))
     params = SamplingParams(max_tokens=answer_len, temperature=0.0, ignore_eos=True)
     handles = [engine.submit([1] * prompt_len, params) for _ in range(num)]
     while not all(handle.token_ids for handle in handles):
         engine.step()
-    quiet_s, lengths = statistics.median(_timed(engine.step) for _ in range(repeats)), [prompt_len + repeats] * num
+    program = programs.decode([prompt_len + repeats] * num)
+    pairs = [(_timed(engine.step), program()) for _ in range(repeats)]
+    quiet_s = statistics.median(step_s for step_s, _ in pairs)
     extra = [park_once(engine, handles[0].seq_id, quiet_s) for _ in range(repeats) if not handles[0].done]
     for handle in handles:
         handle.cancel()
     while not engine.is_idle:
         engine.step()
-    return max(0.0, quiet_s - programs.decode_s(lengths)), max(0.0, statistics.median(extra or [0.0]))
+    beside_s = statistics.median(step_s - program_s for step_s, program_s in pairs)
+    return max(0.0, beside_s), max(0.0, statistics.median(extra or [0.0]))
 
 
 def park_once(engine: Engine, seq_id: int, quiet_s: float) -> float:

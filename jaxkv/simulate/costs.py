@@ -24,11 +24,11 @@ class Costs:
     """Seconds, and the bytes of a token. The defaults were measured with SmolLM2 in float32, 8 rows, on two CPU cores."""
 
     step_s: float = 0.0005
-    decode_s: float = 0.0334
-    decode_longest_s: float = 27.7e-6
-    decode_token_s: float = 2.3e-6
-    prefill_s: float = 0.1
-    prefill_token_s: float = 40e-6
+    decode_s: float = 0.0371
+    decode_longest_s: float = 0.0
+    decode_token_s: float = 4.3e-6
+    prefill_s: float = 0.09
+    prefill_token_s: float = 25e-6
     copy_s: float = 0.004
     land_s: float = 0.010
     token_bytes: int = 46080
