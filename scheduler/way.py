@@ -67,36 +67,35 @@ def park_for(books: Books, turn: Turn, head: Sequence, residents: list[Sequence]
 
 
 def choose_victims(books: Books, head: Sequence, residents: list[Sequence], pick: Picker) -> list[Sequence]:
-    """Who leaves so that the head fits; nobody where it fits already, or would not even then."""
+    """Who leaves so that the head fits; nobody where it fits already, or would not even with all of them gone."""
     margin = gate_margin(books)
     spare = spare_pages(books, margin) + num_leaving(books)
     has_row = bool(books.free_rows) or any(ends_now(books, seq) for seq in books.residents)
-    candidates, victims = picture(books, residents), list[Sequence]()
     shared = num_in_use(books, head, {seq.seq_id for seq in residents})  # pages that stay, whoever leaves
 
-    def gain(candidate: Candidate) -> int:
-        """What its parking frees, and what it was promised."""
-        seq = books.sequences[candidate.seq_id]
-        return candidate.num_pages + gate_pages(books.config, seq, margin) - len(seq.pages)
-
-    def needed() -> int:
-        """What the head needs beside those who are left then."""
-        return gate_pages(books.config, head, margin if len(victims) < len(books.residents) else 0) - shared
-
-    def lets_in(candidate: Candidate) -> bool:
-        is_last = len(victims) + 1 == len(books.residents)
-        return spare + gain(candidate) >= gate_pages(books.config, head, 0 if is_last else margin) - shared
+    def fits_without(victims: list[Sequence]) -> bool:
+        own_margin = margin if len(victims) < len(books.residents) else 0
+        promised = sum(gate_pages(books.config, seq, margin) - len(seq.pages) for seq in victims)
+        return spare + promised + num_freed(books, victims) >= gate_pages(books.config, head, own_margin) - shared
 
     if has_row and spare >= gate_pages(books.config, head, margin if books.residents else 0) - num_in_use(books, head):
         return []
-    while spare < needed() or not has_row:
-        if not candidates:
-            return []
-        victim = pick(candidates, lets_in)
+    if not fits_without(residents):
+        return []
+    candidates, victims = picture(books, residents), list[Sequence]()
+    while not (has_row or victims) or not fits_without(victims):
+        victim = pick(candidates, lambda candidate: fits_without([*victims, books.sequences[candidate.seq_id]]))
         candidates = [other for other in candidates if other is not victim]
         victims.append(books.sequences[victim.seq_id])
-        spare, has_row = spare + gain(victim), True
     return victims
+
+
+def num_freed(books: Books, victims: list[Sequence]) -> int:
+    """Pages that come back when all of them leave: those that nobody else stays with."""
+    if not any(books.pages.num_shared(seq.seq_id) for seq in victims):
+        return sum(len(seq.pages) for seq in victims)
+    leaving = {seq.seq_id for seq in victims}
+    return len({page for seq in victims for page in seq.pages if leaving.issuperset(books.pages.holders(page))})
 
 
 def by_policy(books: Books) -> Picker:

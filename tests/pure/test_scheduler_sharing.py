@@ -307,3 +307,18 @@ def test_a_scheduler_without_keys_shares_nothing() -> None:
     job.run()
     assert (job.scheduler.counters.cached_tokens, job.scheduler.snapshot().num_pages_cached) == (0, 0)
     assert isinstance(job.scheduler, Scheduler)
+
+
+def test_pages_that_two_share_count_when_both_make_way() -> None:
+    """10 shared pages and 1 of each one's own: the urgent one needs 13 of 16, which parking them one by one seems not to give."""
+    job = loop(16, rows=3, margin_steps=0, rotate="none")
+    for seq_id in (0, 1):
+        job.add(seq_id, 161, 30, page_keys=keys("a", 10), priority=10)
+    job.run(until=lambda: job.tokens[1] == 2)
+    assert job.scheduler.snapshot().num_pages_free == 4
+    job.add(2, 200, 8, priority=0)
+    job.step()
+    assert sorted(job.noted("park")) == [0, 1]
+    job.run()
+    assert job.tokens == {0: 30, 1: 30, 2: 8}
+    assert_nothing_is_held(job)
