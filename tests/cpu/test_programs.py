@@ -113,20 +113,25 @@ def test_the_head_never_sees_one_row() -> None:
 run_checksum = jax.jit(checksum)
 
 
-def image(storage: str, seed: int = 0) -> PoolArrays:
-    """Random bits, every pattern allowed: [2 layers][K, V][p=2, k=2, z=4, d=4]."""
+def image(storage: str, seed: int = 0, num_layers: int = 2) -> PoolArrays:
+    """Random bits, every pattern allowed: [layers][K, V][p=2, k=2, z=4, d=4]."""
     size = np.dtype(storage).itemsize
     rng = np.random.default_rng(seed)
-    return [tuple(rng.integers(0, 2 ** (8 * size), (2, 2, 4, 4), f"uint{8 * size}").view(storage) for _ in range(2)) for _ in range(2)]  # type: ignore[misc]
+
+    def bits() -> np.ndarray:
+        return rng.integers(0, 2 ** (8 * size), (2, 2, 4, 4), f"uint{8 * size}").view(storage)
+
+    return [(bits(), bits()) for _ in range(num_layers)]  # type: ignore[misc]
 
 
 def words(pages: Any) -> list[np.ndarray]:
     return [x.view(f"uint{8 * x.dtype.itemsize}") for layer in pages for x in layer]
 
 
+@pytest.mark.parametrize("num_layers", [1, 5, 6, 13])  # arrays are added up by tens
 @pytest.mark.parametrize("storage", ["float32", "uint16", "float16"])
-def test_the_checksum_is_the_weighted_sum_that_it_says_it_is(storage: str) -> None:
-    pages = image(storage)
+def test_the_checksum_is_the_weighted_sum_that_it_says_it_is(storage: str, num_layers: int) -> None:
+    pages = image(storage, num_layers=num_layers)
     total = 0
     for i, array in enumerate(words(pages)):
         for at, word in enumerate(array.reshape(-1).tolist()):
