@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jaxkv.scheduler import Outcome, Scheduler, SchedulerConfig
-from jaxkv.scheduler.fake_runner import FakeLoop
+from jaxkv.scheduler import Outcome, Scheduler, SchedulerConfig, State
+from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
 
 
 def config(**changes: Any) -> SchedulerConfig:
@@ -100,3 +100,68 @@ def test_a_copy_that_fails_on_its_way_ends_those_whose_image_it_belongs_to() -> 
     scheduler.check()
     assert scheduler.snapshot().host_bytes == 0
     assert scheduler.spoil(plan.park[1]) == ()
+
+
+# One copy for all who share
+
+
+KEYS = tuple(f"p{index}" for index in range(8))  # of a prompt of 9 tokens: two chunks of four pages
+
+
+def siblings(num: int, **changes: Any) -> FakeLoop:
+    """Several with one prompt, each with its second token; all are parked together by the next plan."""
+    job = FakeLoop(config(**changes), delay=lambda chunk: 3)
+    for seq_id in range(num):
+        job.add(seq_id, 9, 12, page_keys=KEYS)
+    job.run(until=lambda: job.num_cells(num - 1) == 10)
+    for seq_id in range(num):
+        assert job.scheduler.park(seq_id) == ""
+    return job
+
+
+@pytest.mark.parametrize("hold", [False, True], ids=["staged", "hold"])
+def test_the_host_copy_of_a_shared_prompt_exists_once_and_is_counted_once(hold: bool) -> None:
+    job = siblings(3, hold=hold, host_budget_bytes=50)
+    job.step()
+    assert job.scheduler.snapshot().num_parked == 3
+    assert job.scheduler.snapshot().host_bytes == 50  # two for the prompt, one for each tail
+    first, second, third = (job.scheduler.image(seq_id) for seq_id in range(3))
+    assert first[:2] == second[:2] == third[:2] and len({first[2], second[2], third[2]}) == 3
+    job.run()
+    assert all_finished(job.ends)
+    assert (job.scheduler.snapshot().host_bytes, job.runner.host_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("hold", [False, True], ids=["staged", "hold"])
+@pytest.mark.parametrize("num_staging", [0, 1])
+def test_a_shared_copy_is_made_by_the_next_when_the_first_is_cancelled_before_it(num_staging: int, hold: bool) -> None:
+    job = siblings(2, hold=hold, chunks_per_step=1)
+    job.runner.num_staging = num_staging
+    plan = job.step()
+    assert len(plan.park) == num_staging
+    assert job.cancel(0) == ""
+    job.runner.num_staging = 9
+    job.run()
+    assert job.ends == {0: State.CANCELLED, 1: State.FINISHED}
+    assert job.tokens[1] == 12
+    assert (job.scheduler.snapshot().host_bytes, job.runner.host_bytes) == (0, 0)
+
+
+def test_one_that_leaves_later_finds_what_another_copied() -> None:
+    job = FakeLoop(config(rows=2))
+    job.add(0, 9, 30, page_keys=KEYS)
+    job.add(1, 9, 30, page_keys=KEYS)
+    job.run(until=lambda: job.num_cells(1) == 12)
+    assert park_at(job, 0, job.num_cells(0) + 1) == (40, 0)
+    assert park_at(job, 1, job.num_cells(1) + 1) == (50, 20)  # what the first one kept, and nothing else of it
+    job.run(until=lambda: 0 in job.ends or 1 in job.ends)
+    assert job.scheduler.snapshot().host_bytes > 0
+    job.run()
+    assert job.scheduler.snapshot().host_bytes == 0
+
+
+def test_a_shared_copy_that_fails_on_its_way_ends_all_whose_image_it_belongs_to() -> None:
+    job = siblings(3)
+    plan = job.step()
+    assert job.scheduler.spoil(plan.park[0]) == (0, 1, 2)
+    assert job.scheduler.spoil(plan.park[2]) == (0,)  # its own tail
