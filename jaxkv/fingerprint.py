@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import platform
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ from jax.sharding import Mesh
 from jaxkv.attention import BLOCK_TOKENS
 from jaxkv.models import Checkpoint
 from jaxkv.pool import PoolLayout
+from jaxkv.processor import cpu_identity
 from jaxkv.programs import HEAD_TILE, Shapes
 
 KERNELS = f"paged-blocks-{BLOCK_TOKENS}/head-tile-{HEAD_TILE}/2"  # the last number rises whenever the arithmetic changes
@@ -48,14 +47,3 @@ def fingerprint_facts(checkpoint: Checkpoint, dtype: str, layout: PoolLayout, sh
 def fingerprint(facts: dict[str, Any]) -> str:
     """Sixteen hexadecimal digits of SHA-256 over the facts as JSON with sorted keys."""
     return "fp_" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Model name and a hash of the instruction set, e.g. `AMD EPYC 9654/5f2c...`; the machine's name where that is not told."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()}/{platform.processor()}"
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = " ".join(sorted((facts.get("flags") or facts.get("Features") or "").split()))
-    return f"{facts.get('model name', platform.machine())}/{hashlib.sha256(flags.encode()).hexdigest()[:12]}"

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Int, UInt
 from jaxkv.attention import PagedCache, paged_attend, table_width
 from jaxkv.interrupt import check_interrupt
 from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
+from jaxkv.program_store import ProgramStore, examined, open_store
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample
 
 _ADDED_UP = 10  # arrays that a checksum adds up before it reduces them: measured, see benchmarks/README.md
@@ -243,8 +244,9 @@ def build_programs(
 ) -> Programs:
     """Compile every program, from shapes alone. `gather_sharding` is where gathered pages go when not to device memory (hold mode)."""
     recipes = step_recipes(model, layout, shapes, mesh) | transfer_recipes(layout, shapes.transfer_pages, mesh, gather_sharding)
+    store = open_store(mesh)
     with jax.default_matmul_precision("highest" if exact_float32 else "default"):
-        return Programs(**{name: compile_program(name, recipe, mesh) for name, recipe in recipes.items()})
+        return Programs(**{name: compile_program(name, recipe, mesh, store) for name, recipe in recipes.items()})
 
 
 def jit_recipe(recipe: Recipe, mesh: Mesh) -> Any:
@@ -259,15 +261,17 @@ def jit_recipe(recipe: Recipe, mesh: Mesh) -> Any:
     )
 
 
-def compile_program(name: str, recipe: Recipe, mesh: Mesh) -> Program:
-    """Lower and compile one program for its arguments."""
+def compile_program(name: str, recipe: Recipe, mesh: Mesh, store: ProgramStore | None = None) -> Program:
+    """Lower and compile one program for its arguments, or take it out of the store where it was kept."""
     check_interrupt()
-    start = time.perf_counter()
-    compiled = jit_recipe(recipe, mesh).lower(*recipe.arguments).compile()
-    took = time.perf_counter() - start
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    run = one_at_a_time(compiled) if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu" else compiled
-    return Program(name, run, took, memory.temp_size_in_bytes if memory else 0, (cost or {}).get("flops", 0.0))
+    start, platform = time.perf_counter(), mesh.devices.flat[0].platform
+
+    def lower() -> Any:
+        return jit_recipe(recipe, mesh).lower(*recipe.arguments)
+
+    found = examined(lower().compile()) if store is None else store.build(recipe, lower, repr(compiler_options(platform)))
+    run = one_at_a_time(found.run) if mesh.size > 1 and platform == "cpu" else found.run
+    return Program(name, run, time.perf_counter() - start, found.temp_bytes, found.flops)
 
 
 def one_at_a_time(compiled: Callable[..., Any]) -> Callable[..., Any]:
