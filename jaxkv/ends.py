@@ -1,4 +1,4 @@
-"""How a sequence leaves an engine, whatever the reason. Owns nothing; knows no step."""
+"""How a sequence leaves an engine, and how it goes on when what it had computed is lost. Owns nothing; knows no step."""
 
 import time
 from typing import TYPE_CHECKING
@@ -12,6 +12,21 @@ def fail(engine: "Engine", seq_id: int, reason: str) -> None:
     if seq_id in engine.sequences:
         engine.scheduler.fail(seq_id, reason)
         end(engine, seq_id, "error", reason)
+
+
+def lose(engine: "Engine", seq_id: int, reason: str) -> None:
+    """What a sequence has computed, or its image, is no good any more: drop it, to be computed again.
+
+    Its tokens are on the host, so nothing of the answer is lost. Nothing happens when it has ended.
+    """
+    sequence, now = engine.live(seq_id), time.perf_counter()
+    if sequence is None or engine.scheduler.replay(seq_id, now):
+        return
+    engine.parts.transfer.abandon(seq_id)
+    engine.stats.num_losses += 1
+    if sequence.paused_s is None:
+        sequence.pause(now)
+    engine.observers.tell("on_loss", engine, sequence, reason, now)
 
 
 def end(engine: "Engine", seq_id: int, reason: str, error: str | None = None) -> None:

@@ -36,26 +36,28 @@ class Rows:
     def decode_batch(self, rows: tuple[DecodeRow, ...], live: Mapping[int, Live]) -> DecodeBatch:
         """The arrays of one decode step; rows not named are idle."""
         b = self._shapes.rows
-        tokens, positions, active = np.zeros(b, np.int32), np.zeros(b, np.int32), np.zeros(b, bool)
+        tokens, positions, active, sampling = np.zeros(b, np.int32), np.zeros(b, np.int32), np.zeros(b, bool), np.zeros(b, bool)
         for entry in rows:
             sequence = live[entry.seq_id]
-            self._seat(entry.row, sequence)
-            tokens[entry.row] = sequence.output.token_ids[-1]
+            if not entry.is_replay:
+                self._seat(entry.row, sequence)
+            tokens[entry.row] = input_token(entry, sequence)
             positions[entry.row] = entry.position
-            active[entry.row] = True
-        present = [live[entry.seq_id] for entry in rows]
-        return DecodeBatch(tokens, positions, active, self._table.copy(), self._copy_knobs(active, present))
+            active[entry.row], sampling[entry.row] = True, not entry.is_replay
+        present = [live[entry.seq_id] for entry in rows if not entry.is_replay]
+        return DecodeBatch(tokens, positions, active, self._table.copy(), self._copy_knobs(sampling, present))
 
     def prefill_batch(self, chunk: PrefillChunk, sequence: Live) -> PrefillBatch:
         """The arrays of one prompt chunk, padded to the chunk width."""
         tokens = np.zeros(self._shapes.chunk, np.int32)
         tokens[: chunk.length] = sequence.prompt[chunk.start : chunk.start + chunk.length]
         knobs = self._unused_one
-        if chunk.is_last:
+        samples = chunk.is_last and not chunk.is_replay
+        if samples:
             knobs = self._neutral(1)
             _describe(knobs, 0, sequence)
         table = self._table[chunk.row : chunk.row + 1].copy()
-        return PrefillBatch(tokens, np.int32(chunk.start), np.int32(chunk.length), np.bool_(chunk.is_last), table, knobs)  # type: ignore[arg-type]
+        return PrefillBatch(tokens, np.int32(chunk.start), np.int32(chunk.length), np.bool_(samples), table, knobs)  # type: ignore[arg-type]
 
     def _neutral(self, rows: int) -> Knobs:
         return neutral_knobs(rows, self._shapes.max_len, self._shapes.vocab_size)
@@ -73,7 +75,7 @@ class Rows:
             knobs.history[row, length - 1] = sequence.output.token_ids[-1]
             knobs.history_len[row] = length
 
-    def _copy_knobs(self, active: np.ndarray, present: list[Live]) -> Knobs:
+    def _copy_knobs(self, sampling: np.ndarray, present: list[Live]) -> Knobs:
         knobs = self._knobs._asdict()
         unused = self._unused._asdict()
         needed = {
@@ -82,12 +84,22 @@ class Rows:
         }
         needed["bias"] = needed["bias_ids"]
         fresh = {name: (unused[name] if name in _LARGE and not needed[name] else knobs[name].copy()) for name in Knobs._fields}
-        fresh["temperature"] = np.where(active, knobs["temperature"], np.float32(0))  # idle rows must not start the stages of the sampler
-        fresh["wants_top"] = active & knobs["wants_top"]
-        fresh["presence"] = np.where(active, knobs["presence"], np.float32(0))
-        fresh["frequency"] = np.where(active, knobs["frequency"], np.float32(0))
-        fresh["repetition"] = np.where(active, knobs["repetition"], np.float32(1))
+        fresh["temperature"] = np.where(
+            sampling, knobs["temperature"], np.float32(0)
+        )  # the others must not start the stages of the sampler
+        fresh["wants_top"] = sampling & knobs["wants_top"]
+        fresh["presence"] = np.where(sampling, knobs["presence"], np.float32(0))
+        fresh["frequency"] = np.where(sampling, knobs["frequency"], np.float32(0))
+        fresh["repetition"] = np.where(sampling, knobs["repetition"], np.float32(1))
         return Knobs(**fresh)
+
+
+def input_token(entry: DecodeRow, sequence: Live) -> int:
+    """The generated token whose cell this row computes: the newest, or in a replay the one that was fed there before.
+
+    Prompt 3: position 3 is fed generated token 0, position 52 token 49.
+    """
+    return sequence.output.token_ids[entry.position - len(sequence.prompt)]
 
 
 def _describe(knobs: Knobs, row: int, sequence: Live) -> None:

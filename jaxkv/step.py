@@ -6,7 +6,7 @@ Plans go from the scheduler to the transfer and the programs, tokens from the pr
 import time
 from typing import TYPE_CHECKING
 
-from jaxkv.ends import end, fail
+from jaxkv.ends import end, fail, lose
 from jaxkv.guard import RecompileError
 from jaxkv.live import Live
 from jaxkv.samples import Samples
@@ -39,11 +39,11 @@ def land(engine: "Engine") -> None:
     landed = engine.parts.transfer.poll(engine.num_polls)
     if not (landed.parked or landed.restored or landed.failed):
         return
+    for chunk, reason in landed.failed:
+        lose_copy(engine, chunk, reason)
     now = time.perf_counter()
     engine.scheduler.commit(Outcome(parked=tuple(landed.parked), restored=tuple(landed.restored)), now)
     engine.observers.tell("on_landed", engine, landed, now)
-    for chunk, reason in landed.failed:
-        fail_copy(engine, chunk, reason)
     for chunk in landed.restored:
         resume(engine, chunk.seq_id, now)
 
@@ -51,13 +51,14 @@ def land(engine: "Engine") -> None:
 def resume(engine: "Engine", seq_id: int, now: float) -> None:
     """If it is back at work, its pause is over."""
     sequence = engine.live(seq_id)
-    is_back = sequence is not None and engine.scheduler.state(seq_id) in (State.PREFILLING, State.DECODING)
-    if is_back and sequence is not None and sequence.paused_s is not None:
+    if sequence is None or sequence.paused_s is None:
+        return
+    if engine.scheduler.state(seq_id) in (State.PREFILLING, State.DECODING):
         engine.stats.pause_s.append(sequence.resume(now))
 
 
 def make_plan(engine: "Engine") -> Plan:
-    """What this step does, and what it begins and ends for each sequence."""
+    """What this step does, and what it begins for each sequence."""
     plan = engine.scheduler.plan(time.perf_counter(), engine.parts.transfer.free_chunks)
     engine.observers.tell("on_plan", engine, plan, time.perf_counter())
     take_note(engine, plan)
@@ -65,40 +66,41 @@ def make_plan(engine: "Engine") -> Plan:
 
 
 def take_note(engine: "Engine", plan: Plan) -> None:
-    """Pauses begin with the plan; a sequence that had nothing to copy is back at once; one that cannot go on ends here."""
+    """Pauses begin with the plan; a sequence that had nothing to copy is back at once."""
     now = time.perf_counter()
     for note in plan.notes:
-        if note.kind == "park":
+        if note.kind in ("park", "drop"):
             engine.sequences[note.seq_id].pause(now)
         elif note.kind == "restore":
             resume(engine, note.seq_id, now)
-        elif note.kind == "over_budget":
-            end(engine, note.seq_id, "error", note.reason)
 
 
 def move(engine: "Engine", plan: Plan) -> None:
     """Issue this step's copies; nothing is waited for. A chunk that did not leave has landed as far as the scheduler is concerned."""
     dropped: list[Chunk] = []
+    lost: set[int] = set()
     transfer = engine.parts.transfer
     for send, chunks, for_others in ((transfer.park, plan.park, True), (transfer.restore, plan.restore, False)):
         for chunk in chunks:
             try:
-                if for_others or chunk.seq_id in engine.sequences:  # a chunk may belong to other images too
+                if for_others or (chunk.seq_id in engine.sequences and chunk.seq_id not in lost):  # it may belong to other images too
                     send(chunk, engine.num_polls)
                     continue
             except RecompileError:
                 raise
             except Exception as error:
-                fail_copy(engine, chunk, f"its pages could not be moved: {error}")
+                lost |= lose_copy(engine, chunk, f"its pages could not be moved: {error}")
             dropped.append(chunk)
     if dropped:
         engine.scheduler.commit(Outcome(parked=tuple(dropped)), time.perf_counter())
 
 
-def fail_copy(engine: "Engine", chunk: Chunk, reason: str) -> None:
-    """End those that cannot go on because a copy failed or came back damaged."""
-    for seq_id in engine.scheduler.spoil(chunk):
-        fail(engine, seq_id, reason)
+def lose_copy(engine: "Engine", chunk: Chunk, reason: str) -> set[int]:
+    """A copy failed or came back damaged: those that cannot go on without it are computed again. Returns who."""
+    lost = engine.scheduler.spoil(chunk)
+    for seq_id in lost:
+        lose(engine, seq_id, reason)
+    return set(lost)
 
 
 def dispatch(engine: "Engine", plan: Plan) -> tuple[Sampled | None, Sampled | None]:
@@ -123,22 +125,31 @@ def collect(engine: "Engine", plan: Plan, prefilled: Sampled | None, decoded: Sa
     finished: dict[int, str] = {}
     failed: dict[int, str] = {}
     samples = None if decoded is None else Samples(decoded)
-    for chunk, reason in engine.parts.transfer.verify():
-        fail_copy(engine, chunk, reason)
-    if plan.prefill is not None and plan.prefill.is_last and prefilled is not None:
-        accept(engine, plan.prefill.seq_id, 0, Samples(prefilled), finished, failed)
-    if samples is not None:
-        for entry in plan.decode:
+    lost = lose_damaged(engine)
+    chunk = None if plan.prefill is None or plan.prefill.seq_id in lost else plan.prefill
+    rows = [entry for entry in plan.decode if entry.seq_id not in lost]
+    if chunk is not None and chunk.is_last and not chunk.is_replay and prefilled is not None:
+        accept(engine, chunk.seq_id, 0, Samples(prefilled), finished, failed)
+    for entry in rows:
+        if samples is not None and not entry.is_replay:
             accept(engine, entry.seq_id, entry.row, samples, finished, failed)
-    if plan.prefill is None and not plan.decode:
+    if chunk is None and not rows:
         return
-    present = tuple(entry.seq_id for entry in plan.decode if entry.seq_id in engine.sequences)
-    engine.scheduler.commit(Outcome(prefilled=plan.prefill, decoded=present, finished=finished), time.perf_counter())
+    present = tuple(entry.seq_id for entry in rows if entry.seq_id in engine.sequences)
+    now = time.perf_counter()
+    engine.scheduler.commit(Outcome(prefilled=chunk, decoded=present, finished=finished), now)
     for seq_id, reason in failed.items():
         fail(engine, seq_id, reason)
     for seq_id, reason in finished.items():
         if seq_id in engine.sequences:
             end(engine, seq_id, reason)
+    for seq_id in (*present, *([chunk.seq_id] if chunk else [])):
+        resume(engine, seq_id, now)  # one whose replay is complete
+
+
+def lose_damaged(engine: "Engine") -> set[int]:
+    """The sequences whose images came back damaged: what they computed in this step is nobody's."""
+    return {seq_id for chunk, reason in engine.parts.transfer.verify() for seq_id in lose_copy(engine, chunk, reason)}
 
 
 def accept(engine: "Engine", seq_id: int, row: int, samples: Samples, finished: dict[int, str], failed: dict[int, str]) -> None:

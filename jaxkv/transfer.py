@@ -233,25 +233,28 @@ class Transfer:
 
     def _land_out(self, flight: Outbound, step: int, landed: Landed) -> bool:
         host = flight.host
-        if self._is_late(flight, step) or not _ready((host.pages, host.checksum)):
-            return self._timed_out(flight, landed)
-        host.checksum = int(host.checksum)
+        try:
+            if self._is_late(flight, step) or not _ready((host.pages, host.checksum)):
+                return self._timed_out(flight, landed)
+            host.checksum = int(host.checksum)
+        except Exception as error:  # the gather or the copy itself went wrong
+            _fail_once(flight, f"its pages could not be copied: {error}", landed)
         self.stats.park_s.append(time.perf_counter() - flight.started_s)
         self.stats.memory_kinds.add(_memory_kind(host.pages))
         landed.parked.append(flight.chunk)
         return True
 
     def _land_in(self, flight: Inbound, step: int, landed: Landed) -> bool:
-        if self._is_late(flight, step) or not _ready(flight.staged):
-            return self._timed_out(flight, landed)
-        landed.restored.append(flight.chunk)
-        self.stats.restore_s.append(time.perf_counter() - flight.started_s)
-        if flight.is_wanted:
-            try:
+        try:
+            if self._is_late(flight, step) or not _ready(flight.staged):
+                return self._timed_out(flight, landed)
+            if flight.is_wanted:
                 written = self._pool.scatter(flight.staged, self._ids(flight.chunk, self._layout.num_pages + 1))
                 self._unverified.append(Unverified(flight.chunk, int(flight.host.checksum), written))
-            except Exception as error:  # this sequence's trouble; a compilation is counted by the guard all the same
-                landed.failed.append((flight.chunk, f"its pages could not be put back: {error}"))
+        except Exception as error:  # this sequence's trouble; a compilation is counted by the guard all the same
+            _fail_once(flight, f"its pages could not be put back: {error}", landed)
+        landed.restored.append(flight.chunk)
+        self.stats.restore_s.append(time.perf_counter() - flight.started_s)
         return True
 
     def _is_late(self, flight: Outbound | Inbound, step: int) -> bool:
@@ -260,10 +263,8 @@ class Transfer:
     def _timed_out(self, flight: Outbound | Inbound, landed: Landed) -> bool:
         """A copy that takes too long fails once; it stays in flight, so nothing it may touch is handed on. Returns False."""
         waited = time.perf_counter() - flight.started_s
-        if waited > self._settings.timeout_s and flight.is_wanted:
-            flight.is_wanted = False
-            reason = f"a copy was not done after {waited:.1f} s, transfer.timeout_s allows {self._settings.timeout_s}"
-            landed.failed.append((flight.chunk, reason))
+        if waited > self._settings.timeout_s:
+            _fail_once(flight, f"a copy was not done after {waited:.1f} s, transfer.timeout_s allows {self._settings.timeout_s}", landed)
         return False
 
 
@@ -288,6 +289,12 @@ class PoolHolder:
         """Write pages into the pool; returns the checksum of what was written."""
         self.arrays, checksum = self._scatter(self.arrays, pages, ids)
         return checksum
+
+
+def _fail_once(flight: Outbound | Inbound, reason: str, landed: Landed) -> None:
+    if flight.is_wanted:
+        flight.is_wanted = False
+        landed.failed.append((flight.chunk, reason))
 
 
 def _damage(got: int, expected: int) -> str:

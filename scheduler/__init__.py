@@ -1,7 +1,8 @@
 """Who runs, who parks, who returns: integers in, a frozen `Plan` out. Standard library only.
 
 Start reading at `scheduler.py` (the calls), then `sequence.py` (the lifecycle); `plan.py` is the seam to whoever runs the plans. The phases
-of a plan are `forced.py`, `room.py`, `copies.py`, `returns.py` and `build.py`, in this order; `commit.py` is the way back.
+of a plan are `forced.py`, `room.py`, `copies.py`, `returns.py` and `build.py`, in this order; `commit.py` is the way back, `replay.py` what
+happens without an image.
 """
 
 from jaxkv.scheduler.books import Counters

@@ -14,7 +14,7 @@ from jaxkv.scheduler.images import HostLedger, ImageChunk
 from jaxkv.scheduler.ledger import PageLedger
 from jaxkv.scheduler.lines import Line
 from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Plan, PrefillChunk, SchedulerConfig, TableUpdate
-from jaxkv.scheduler.sequence import Sequence, State
+from jaxkv.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -40,10 +40,15 @@ class Counters:
     num_parks_pressure: int = 0
     num_parks_priority: int = 0  # for one of a more urgent priority that stood first in the line
     num_rotations: int = 0  # for the head, which had waited long
+    num_parks_stuck: int = 0  # since no image fitted the host budget and nobody could go on
+    num_parks_lost: int = 0  # since what a resident had computed was lost
+    num_parks_copied: int = 0  # of all parks, those with an image
+    num_parks_dropped: int = 0  # and those without: computed again later
     num_parks_refused: int = 0
     num_last_resorts: int = 0
-    num_restores: int = 0
-    num_ended_parked: int = 0  # ended between a park and the end of the restore
+    num_restores: int = 0  # returns, by copies or by replay
+    num_replayed_tokens: int = 0  # computed again
+    num_ended_parked: int = 0  # ended between a park and the end of the return
     num_kept_hits: int = 0  # chunks that a park found in host memory and did not copy
     kept_bytes_saved: int = 0  # theirs, padding included
     cached_tokens: int = 0  # prompt tokens found in the pool instead of computed
@@ -99,15 +104,15 @@ class Books:
         """The resident with the most tokens among the most urgent; of equals the older."""
         leader: Sequence | None = None
         for seq in self.residents:
-            if leader is None or seq.priority < leader.priority or (seq.priority == leader.priority and seq.num_cells > leader.num_cells):
+            is_as_urgent = leader is not None and seq.priority == leader.priority
+            if leader is None or seq.priority < leader.priority or (is_as_urgent and seq.whole_cells > leader.whole_cells):
                 leader = seq
         return leader
 
     @property
     def next_to_prefill(self) -> Sequence | None:
-        """The one whose chunk comes next: the most urgent that is still prefilling, and of these the oldest."""
-        prefilling = (seq for seq in self.residents if seq.state is State.PREFILLING)
-        return min(prefilling, key=lambda seq: seq.priority, default=None)
+        """The one whose chunk comes next: the most urgent whose prompt is not computed, and of these the oldest."""
+        return min((seq for seq in self.residents if seq.wants_chunk), key=lambda seq: seq.priority, default=None)
 
     def enter_row(self, seq: Sequence) -> int:
         """Give it the lowest free row."""

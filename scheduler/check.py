@@ -23,7 +23,7 @@ def check_books(books: Books) -> None:
 
 def check_rows(books: Books, live: list[Sequence]) -> None:
     """A row has one owner; exactly the residents own one."""
-    owners = [seq for seq in live if seq.state in RUNNING or seq.state is State.RESTORING]
+    owners = [seq for seq in live if seq.state in RUNNING or seq.state in (State.RESTORING, State.REPLAYING)]
     assert books.residents == sorted(owners, key=lambda seq: seq.order), "the residents are not those that own a row, in order of arrival"
     rows = [seq.row for seq in owners]
     assert sorted([*books.free_rows, *(row for row in rows if row is not None)]) == list(range(books.config.rows)), f"rows {rows}"
@@ -79,8 +79,10 @@ def check_parks(books: Books, live: list[Sequence]) -> None:
     counters = books.counters
     away = sum(seq.state in AWAY for seq in live)
     assert counters.num_parks == counters.num_restores + counters.num_ended_parked + away, f"{counters} and {away} away"
+    assert counters.num_parks == counters.num_parks_copied + counters.num_parks_dropped, f"{counters}"
     causes = (counters.num_parks_forced, counters.num_parks_pressure, counters.num_parks_priority, counters.num_last_resorts)
-    assert counters.num_parks == sum(causes) + counters.num_rotations, f"a park without a cause: {counters}"
+    others = (counters.num_rotations, counters.num_parks_stuck, counters.num_parks_lost)
+    assert counters.num_parks == sum(causes) + sum(others), f"a park without a cause: {counters}"
     in_line = [*books.parked, *books.waiting]
     expected = [seq for seq in live if seq.state in (State.WAITING, State.PARKING, State.PARKED)]
     assert {seq.seq_id for seq in in_line} == {seq.seq_id for seq in expected} and len(in_line) == len(expected), "the lines are wrong"
@@ -89,13 +91,15 @@ def check_parks(books: Books, live: list[Sequence]) -> None:
 def check_sequence(books: Books, seq: Sequence) -> None:
     """Its cells, pages and image agree with its state."""
     if seq.num_generated:
-        assert seq.num_cells == need(seq.prompt_len, seq.num_generated)
-    assert seq.num_cells <= most_cells(seq)
-    num_pages = pages_for(seq.num_cells, books.config.page_size)
+        assert seq.whole_cells == need(seq.prompt_len, seq.num_generated)
+    assert seq.whole_cells <= most_cells(seq)
+    assert not seq.replay_to or (seq.num_cells < seq.replay_to and seq.state in (State.PARKED, State.REPLAYING))
+    assert (seq.state is State.REPLAYING) <= (seq.replay_to > 0)
+    num_pages = pages_for(seq.whole_cells, books.config.page_size)
     assert (seq.row is None) == (seq.state in (State.WAITING, State.PARKING, State.PARKED))
     assert (seq.parked_since is not None) == (seq.state in AWAY)
     if seq.state in AWAY:
-        assert seq.image_pages == num_pages == sum(chunk.span.num_pages for chunk in seq.image)
+        assert seq.image_pages == (0 if seq.replay_to else num_pages) == sum(chunk.span.num_pages for chunk in seq.image)
         assert not seq.kept
     else:
         assert not seq.image and not seq.image_pages

@@ -4,6 +4,7 @@ from jaxkv.scheduler.books import Books
 from jaxkv.scheduler.copies import end, land
 from jaxkv.scheduler.plan import Outcome, PrefillChunk
 from jaxkv.scheduler.prefix import register_prefix
+from jaxkv.scheduler.replay import advance
 from jaxkv.scheduler.sequence import State
 
 
@@ -24,21 +25,29 @@ def prefilled(books: Books, chunk: PrefillChunk, reason: str) -> None:
     seq = books.sequences.get(chunk.seq_id)
     if seq is None or seq.is_over:
         return
-    assert seq.state is State.PREFILLING and seq.num_cells == chunk.start, f"{chunk} of a sequence {seq.state} with {seq.num_cells} cells"
-    seq.num_cells += chunk.length
-    seq.has_progressed = True
+    assert seq.wants_chunk and seq.num_cells == chunk.start, f"{chunk} of a sequence {seq.state} with {seq.num_cells} cells"
+    if seq.state is State.REPLAYING:
+        advance(books, seq, chunk.length)
+    else:
+        seq.num_cells += chunk.length
     register_prefix(books, seq, chunk.start)
+    if chunk.is_replay:
+        return
+    seq.has_progressed = True
     if chunk.is_last:
         seq.state = State.DECODING
         count_token(books, seq.seq_id, reason)
 
 
 def decoded(books: Books, seq_id: int, reason: str) -> None:
-    """One token more; its input token has its cell now."""
+    """One token more; its input token has its cell now. In a replay only the cell."""
     seq = books.sequences.get(seq_id)
     if seq is None or seq.is_over:
         return
-    assert seq.state is State.DECODING, f"a token of sequence {seq_id}, which is {seq.state}"
+    assert seq.wants_row, f"a token of sequence {seq_id}, which is {seq.state}"
+    if seq.state is State.REPLAYING:
+        advance(books, seq, 1)
+        return
     seq.num_cells += 1
     seq.has_progressed = True
     count_token(books, seq_id, reason)

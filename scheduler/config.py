@@ -7,6 +7,7 @@ from jaxkv.scheduler.policies import RETURNS, VICTIMS
 
 ADMISSIONS = ("optimistic", "reserve")
 ROTATIONS = ("shifted", "any", "none")
+OVER_BUDGET = ("replay", "wait")
 
 
 def validate(config: SchedulerConfig) -> None:
@@ -22,6 +23,7 @@ def validate(config: SchedulerConfig) -> None:
     _one_of("resume", config.resume, RETURNS)
     _one_of("admission", config.admission, ADMISSIONS)
     _one_of("rotate", config.rotate, ROTATIONS)
+    _one_of("over_budget", config.over_budget, OVER_BUDGET)
 
 
 def _at_least(config: SchedulerConfig, name: str, least: int) -> None:

@@ -32,7 +32,7 @@ def has_room(books: Books, residents: list[Sequence]) -> bool:
 
 
 def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
-    """Send a resident away, or leave all as it was and say False when its image does not fit the host budget."""
+    """Send a resident and its image away, or leave all as it was and say False when the image does not fit the host budget."""
     image = books.host.take(seq.seq_id, spans(books, seq), seq.kept)
     if image is None:
         return False
@@ -49,17 +49,23 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     books.leave_row(seq)
     seq.pages = []
     seq.state = State.PARKING if seq.copies_left else State.PARKED
-    seq.num_parks += 1
-    seq.parked_since = turn.now
-    seq.park_asked = seq.was_refused = seq.has_way = seq.way_refused = False
-    seq.num_bypassed = 0
-    books.parked.append(seq)
     if seq.copies_due:
         books.to_park.append(seq)
-    books.counters.num_parks += 1
+    join_line(books, seq, turn.now)
+    books.counters.num_parks_copied += 1
     num_bytes, new_bytes = (num * books.config.chunk_bytes for num in (len(image), len(seq.copies_due)))
     turn.notes.append(Note("park", seq.seq_id, cause, seq.num_cells, seq.image_pages, num_bytes, num_bytes - new_bytes))
     return True
+
+
+def join_line(books: Books, seq: Sequence, now: float) -> None:
+    """A park begins, with or without an image: the end of the line."""
+    seq.num_parks += 1
+    seq.parked_since = now
+    seq.park_asked = seq.was_refused = seq.has_way = seq.way_refused = False
+    seq.num_bypassed = 0
+    books.parked.append(seq)
+    books.counters.num_parks += 1
 
 
 def start_restore(books: Books, seq: Sequence) -> None:
@@ -98,6 +104,11 @@ def finish_restore(books: Books, seq: Sequence) -> None:
     seq.kept = books.host.keep(seq.seq_id, seq.image)
     seq.image = []
     seq.image_pages = 0
+    back_to_work(books, seq)
+
+
+def back_to_work(books: Books, seq: Sequence) -> None:
+    """The return is complete, by copies or by replay."""
     seq.parked_since = None
     seq.state = State.PREFILLING if seq.num_cells < seq.prompt_len else State.DECODING
     books.counters.num_restores += 1
@@ -181,15 +192,15 @@ def spoil(books: Books, chunk: Chunk) -> tuple[int, ...]:
 def end(books: Books, seq: Sequence, state: State, reason: str) -> None:
     """End a live sequence. What no copy touches comes back now; what is in flight comes back when it lands."""
     books.counters.num_ended_parked += seq.state in AWAY
-    books.leave_row(seq)
-    drop_image(books, seq)
+    give_back(books, seq)
     seq.state, seq.reason = state, reason
     seq.parked_since = None
     books.num_live -= 1
 
 
-def drop_image(books: Books, seq: Sequence) -> None:
-    """Give back the pages and the image of one that ends or starts anew."""
+def give_back(books: Books, seq: Sequence) -> None:
+    """Take its row, its pages and its image; what a copy in flight may touch comes back when that lands, under an epoch that is past."""
+    books.leave_row(seq)
     _give_back_pages(books, seq)
     books.host.release(seq.seq_id, seq.image)
     books.host.let_go(seq.kept)

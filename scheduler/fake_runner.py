@@ -4,9 +4,9 @@ The content of a prompt page with a key is its key, whoever computed it; everyth
 page reads what it would have computed, or this is an AssertionError.
 
 It is as unkind as a device may be. A held copy reads its pages only when it lands, a restore scribbles over its pages when it starts and
-fills them when it lands, also after a cancel, and copies land as late as `delay` says. So a page handed on too soon, a row scheduled too
-early, a prompt token computed twice or a host byte over the budget is an AssertionError here. `FakeLoop` turns plans into steps, as an
-engine does.
+fills them when it lands, also after a cancel, and copies land as late as `delay` says. What is dropped is gone, and computed again it has
+another epoch. So a page handed on too soon, a row scheduled too early, a token computed twice that was not lost, or again by another
+program, or a host byte over the budget is an AssertionError here. `FakeLoop` turns plans into steps, as an engine does.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -47,6 +47,7 @@ class FakeRunner:
         self.epochs: dict[int, int] = {}
         self.keys: dict[int, tuple[Hashable, ...]] = {}
         self.found: dict[int, int] = {}  # prompt cells that were there already
+        self.programs: dict[int, list[str]] = {}  # which one first computed each position
 
     @property
     def free_chunks(self) -> int:
@@ -63,6 +64,13 @@ class FakeRunner:
         self.epochs[seq_id] = 0
         self.keys[seq_id] = page_keys
         self.found[seq_id] = 0
+        self.programs[seq_id] = []
+
+    def lose(self, seq_id: int) -> None:
+        """What a sequence had computed is gone, its image too: its flights land as strays."""
+        self.written[seq_id] = []
+        self.found[seq_id] = 0
+        self.epochs[seq_id] += 1
 
     def drop(self, seq_id: int) -> None:
         """A sequence has ended; its flights land as strays."""
@@ -84,6 +92,9 @@ class FakeRunner:
 
     def run(self, plan: Plan) -> Outcome:
         """Carry out a plan in its order; the ends are for the caller to say."""
+        for note in plan.notes:
+            if note.kind == "drop":
+                self.lose(note.seq_id)
         for chunk in plan.park:
             self._park(chunk)
         for chunk in plan.restore:
@@ -102,7 +113,10 @@ class FakeRunner:
         assert chunk.host_id not in self.host, f"{chunk} is copied a second time"
         self.epochs[chunk.seq_id] = chunk.epoch
         cells = None if self.config.hold else self._gather(chunk)
-        self.flights.append(Copy(chunk, True, self.time + 1 + self.delay(chunk), cells))
+        self._send(chunk, True, cells)
+
+    def _send(self, chunk: Chunk, is_park: bool, cells: Pages | None) -> None:
+        self.flights.append(Copy(chunk, is_park, self.time + 1 + self.delay(chunk), cells))
 
     def _land_park(self, copy: Copy) -> None:
         self.host[copy.chunk.host_id] = copy.cells or self._gather(copy.chunk)
@@ -114,7 +128,7 @@ class FakeRunner:
         self.epochs[chunk.seq_id] = chunk.epoch
         for page in chunk.pages:
             self.pool[page] = [None] * self.config.page_size
-        self.flights.append(Copy(chunk, False, self.time + 1 + self.delay(chunk), self.host[chunk.host_id]))
+        self._send(chunk, False, self.host[chunk.host_id])
 
     def _land_restore(self, copy: Copy) -> None:
         assert copy.cells is not None
@@ -130,13 +144,16 @@ class FakeRunner:
         if chunk.start > len(self.written[chunk.seq_id]):
             self._find(chunk.seq_id, chunk.row, chunk.start)
         assert (chunk.start - self.found[chunk.seq_id]) % self.config.prefill_chunk == 0, f"{chunk} is cut askew"
-        for position in range(chunk.start, chunk.start + chunk.length):
-            self._write(chunk.seq_id, chunk.row, position)
-        self._read(chunk.seq_id, chunk.row, chunk.start + chunk.length)
+        end = chunk.start + chunk.length
+        assert chunk.is_replay == (end <= len(self.programs[chunk.seq_id])), f"{chunk} after {len(self.programs[chunk.seq_id])} cells"
+        for position in range(chunk.start, end):
+            self._write(chunk.seq_id, chunk.row, position, "prefill")
+        self._read(chunk.seq_id, chunk.row, end)
 
     def _decode(self, row: DecodeRow) -> None:
         assert self._key(row.seq_id, row.position) is None, f"{row} writes into a prompt page"
-        self._write(row.seq_id, row.row, row.position)
+        assert row.is_replay == (row.position < len(self.programs[row.seq_id])), f"{row} after {len(self.programs[row.seq_id])} cells"
+        self._write(row.seq_id, row.row, row.position, "decode")
         self._read(row.seq_id, row.row, row.position + 1)
 
     def _find(self, seq_id: int, row: int, start: int) -> None:
@@ -148,6 +165,7 @@ class FakeRunner:
         for position, cell in enumerate(cells):
             assert cell == (self._key(seq_id, position), position, 0), f"sequence {seq_id} finds {cell} at {position}"
             self.written[seq_id].append(0)
+        self.programs[seq_id] += ["prefill"] * (start - len(self.programs[seq_id]))
         self.found[seq_id] = start
 
     def _cell(self, seq_id: int, position: int) -> Cell:
@@ -159,10 +177,15 @@ class FakeRunner:
         page, keys = position // self.config.page_size, self.keys[seq_id]
         return keys[page] if page < len(keys) else None
 
-    def _write(self, seq_id: int, row: int, position: int) -> None:
-        written = self.written[seq_id]
+    def _write(self, seq_id: int, row: int, position: int, program: str) -> None:
+        written, programs = self.written[seq_id], self.programs[seq_id]
         assert position == len(written), f"sequence {seq_id} computes position {position} after {len(written)}"
         written.append(self.epochs[seq_id])
+        if position == len(programs):
+            programs.append(program)
+        assert programs[position] == program, (
+            f"position {position} of sequence {seq_id} was computed by {programs[position]}, now by {program}"
+        )
         page, cell = divmod(position, self.config.page_size)
         self.pool[self.tables[row][page]][cell] = self._cell(seq_id, position)
 
@@ -215,6 +238,14 @@ class FakeLoop:
         self._note_ends()
         return reason
 
+    def replay(self, seq_id: int) -> str:
+        """What a sequence has computed is lost, as if its image were broken."""
+        reason = self.scheduler.replay(seq_id, float(self.num_steps))
+        self.scheduler.check()
+        if not reason:
+            self.runner.lose(seq_id)
+        return reason
+
     def step(self) -> Plan:
         """One turn: what landed, a plan, its outcome."""
         now = float(self.num_steps)
@@ -224,7 +255,7 @@ class FakeLoop:
         self.notes += [(self.num_steps, note) for note in plan.notes]
         self._note_ends()
         outcome = self.runner.run(plan)
-        self._commit(self._with_ends(outcome), now)
+        self._commit(self._with_ends(plan, outcome), now)
         self.num_steps += 1
         is_idle = not (plan.prefill or plan.decode or self.scheduler.is_idle)
         self.num_idle_steps = self.num_idle_steps + 1 if is_idle else 0
@@ -245,10 +276,10 @@ class FakeLoop:
         """The sequences of all notes of these kinds, in order."""
         return [note.seq_id for _, note in self.notes if note.kind in kinds]
 
-    def _with_ends(self, outcome: Outcome) -> Outcome:
-        new = list(outcome.decoded)
-        if outcome.prefilled and outcome.prefilled.is_last:
-            new.append(outcome.prefilled.seq_id)
+    def _with_ends(self, plan: Plan, outcome: Outcome) -> Outcome:
+        new = [row.seq_id for row in plan.decode if not row.is_replay]
+        if plan.prefill and plan.prefill.is_last and not plan.prefill.is_replay:
+            new.append(plan.prefill.seq_id)
         finished: dict[int, str] = {}
         for seq_id in new:
             self.tokens[seq_id] += 1

@@ -1,8 +1,8 @@
 """Parks that somebody asked for: every so many tokens, on a seeded random schedule, or by name. They obey the rule of progress."""
 
 from jaxkv.scheduler.books import Books, Turn
-from jaxkv.scheduler.copies import start_park
-from jaxkv.scheduler.room import refuse
+from jaxkv.scheduler.replay import send_away
+from jaxkv.scheduler.room import refuse_once
 from jaxkv.scheduler.sequence import RUNNING, Sequence, State
 
 RANDOM_PARKS = 1 / 8  # of the residents in each step, under a random schedule
@@ -14,10 +14,10 @@ def park_forced(books: Books, turn: Turn) -> None:
     for seq in [seq for seq in books.residents if is_set or seq.park_asked]:
         if seq.state in RUNNING and seq.has_progressed and is_due(books, seq):
             seq.forced_at, seq.park_asked = seq.num_cells, False
-            if start_park(books, turn, seq, "forced"):
+            if send_away(books, turn, seq, "forced"):
                 books.counters.num_parks_forced += 1
             else:
-                refuse(books, turn, seq)
+                refuse_once(books, turn, seq)
 
 
 def is_due(books: Books, seq: Sequence) -> bool:

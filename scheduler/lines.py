@@ -25,6 +25,11 @@ class Line:
             insort(self._priorities, seq.priority)
         queue.append(seq)
 
+    def prepend(self, seq: Sequence) -> None:
+        """Join before all of its priority: it had come to the front before, and what let it in came to nothing."""
+        self.append(seq)
+        self._queues[seq.priority].rotate()
+
     def remove(self, seq: Sequence) -> None:
         """Leave, at the cost of looking past those before it in its queue."""
         self._queues[seq.priority].remove(seq)

@@ -68,7 +68,8 @@ def has_next_cell(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> bo
 
 def step_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
     """Pages it must hold to run its next chunk or decode step and `margin` tokens more."""
-    num_cells = seq.num_cells + margin + (1 if seq.num_cells >= seq.prompt_len else chunk_len(config, seq))
+    held, left = seq.whole_cells, seq.prompt_len - seq.whole_cells
+    num_cells = held + margin + (1 if left <= 0 else left if left < config.prefill_chunk else config.prefill_chunk)
     most = most_cells(seq)
     return pages_for(num_cells if num_cells < most else most, config.page_size)
 
@@ -78,7 +79,8 @@ def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
 
     With admission `reserve` that is all it may ever need.
     """
-    held = seq.num_cells if seq.num_cells > seq.prompt_len else seq.prompt_len
+    held = seq.whole_cells
+    held = held if held > seq.prompt_len else seq.prompt_len
     num_cells, most = held + 1 + margin, most_cells(seq)
     return pages_for(num_cells if num_cells < most and config.admission != "reserve" else most, config.page_size)
 

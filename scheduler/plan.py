@@ -24,6 +24,7 @@ class SchedulerConfig:
     chunk_bytes: int = 0  # host bytes one chunk occupies, padding included
     chunks_per_step: int = 4  # transfer chunks dispatched in one step, parks and restores together
     host_budget_bytes: int | None = None  # None: no limit; 0: no image may be held
+    over_budget: str = "replay"  # a victim whose image does not fit: replay drops it, wait lets it keep its pages and pause
     margin_steps: int = 8
     starve_after: int = 3
     victim: str = "smallest"
@@ -63,27 +64,32 @@ class TableUpdate:
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Prompt tokens start .. start + length - 1 of a sequence; the first chunk starts where any page does. `is_last`: it ends the prompt,
-    and its program samples the first token."""
+    and its program samples the first token. `is_replay`: all of it was computed before, and nothing is sampled."""
 
     seq_id: int
     row: int
     start: int
     length: int
     is_last: bool
+    is_replay: bool = False
 
 
 class DecodeRow(NamedTuple):
-    """One row of the decode batch. `position` is the cell its input token is written to: prompt_len + generated - 1."""
+    """One row of the decode batch. `position` is the cell its input token is written to: prompt_len + generated - 1.
+
+    `is_replay`: the cell was computed before, from the generated token number position - prompt_len; what the row samples is nobody's.
+    """
 
     seq_id: int
     row: int
     position: int
+    is_replay: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
     """Something that happened while planning that a person may want to see: kind is one of
-    park, restore, park_refused, last_resort, over_budget (the sequence ended: nobody could go on), admit."""
+    park, drop (parked without an image), restore, replay (the return of one that was dropped), park_refused, last_resort, admit."""
 
     kind: str
     seq_id: int
@@ -112,7 +118,7 @@ class Outcome:
     """What happened. A sequence in `finished` may also be the one that was prefilled or decoded."""
 
     prefilled: PrefillChunk | None = None
-    decoded: tuple[int, ...] = ()  # ids of sequences that made one token in the decode step
+    decoded: tuple[int, ...] = ()  # ids of sequences whose row ran: a token more, or a cell computed again
     finished: Mapping[int, str] = field(default_factory=dict)  # id -> finish reason
     parked: tuple[Chunk, ...] = ()  # chunks whose copy to the host is done
     restored: tuple[Chunk, ...] = ()  # chunks that are back in their pages, checksum verified

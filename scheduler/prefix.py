@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.plan import TableUpdate
+from jaxkv.scheduler.replay import go_on_if_whole
 from jaxkv.scheduler.sequence import Sequence
 
 
@@ -29,6 +30,7 @@ def share_first(books: Books, turn: Turn) -> None:
     seq = books.next_to_prefill
     if seq is not None and seq.row is not None and (first := share_prefix(books, seq)) is not None:
         turn.tables.append(TableUpdate(seq.row, first, tuple(seq.pages[first:])))
+        go_on_if_whole(books, seq)
 
 
 def share_prefix(books: Books, seq: Sequence) -> int | None:
@@ -48,7 +50,7 @@ def share_prefix(books: Books, seq: Sequence) -> int | None:
     num_tokens = len(found) * books.config.page_size
     seq.num_cells += num_tokens
     seq.num_cached = seq.forced_at = seq.num_cells  # a forced park comes due by what it computes itself
-    books.counters.cached_tokens += num_tokens
+    books.counters.cached_tokens += 0 if seq.replay_to else num_tokens
     return first
 
 

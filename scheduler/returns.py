@@ -13,6 +13,7 @@ from jaxkv.scheduler.need import gate_pages, step_pages
 from jaxkv.scheduler.plan import Note, TableUpdate
 from jaxkv.scheduler.policies import RETURNS, Applicant
 from jaxkv.scheduler.prefix import num_in_use, share_prefix
+from jaxkv.scheduler.replay import start_replay
 from jaxkv.scheduler.sequence import Sequence, State
 
 LOOK_AHEAD = 32  # new ones that a policy may choose from: a plan does not walk the whole waiting line
@@ -75,26 +76,25 @@ def applicant(books: Books, turn: Turn, seq: Sequence, spare: int) -> Applicant:
     is_ready = seq.state is not State.PARKING and (turn.chunks_left > 0 or not seq.image)
     since = seq.added_at if seq.parked_since is None else seq.parked_since
     return Applicant(
-        seq.seq_id, seq.num_cells, num_pages, seq.order, seq.num_parks, seq.priority, seq.limit - seq.num_generated, turn.now - since,
+        seq.seq_id, seq.whole_cells, num_pages, seq.order, seq.num_parks, seq.priority, seq.limit - seq.num_generated, turn.now - since,
         fits=is_ready and num_pages <= spare,
     )  # fmt: skip
 
 
 def enter(books: Books, turn: Turn, seq: Sequence) -> None:
-    """Give it a row and, all at once, the pages of its image and of its next step: its first progress needs nothing more."""
-    is_new = seq.state is State.WAITING
-    (books.waiting if is_new else books.parked).remove(seq)
+    """Give it a row and, all at once, the pages of what it had computed and of its next step: its first progress needs nothing more."""
+    kind = "admit" if seq.state is State.WAITING else "replay" if seq.replay_to else "restore"
+    (books.waiting if kind == "admit" else books.parked).remove(seq)
     row = books.enter_row(seq)
     share_prefix(books, seq)
     seq.pages += books.pages.take(seq.seq_id, step_pages(books.config, seq) - len(seq.pages))
     seq.entered_at, seq.has_way = turn.now, False
     turn.tables.append(TableUpdate(row, 0, tuple(seq.pages)))
-    turn.notes.append(
-        Note("admit" if is_new else "restore", seq.seq_id, "", seq.num_cells, len(seq.pages), len(seq.image) * books.config.chunk_bytes)
-    )
-    if is_new:
+    num_bytes = len(seq.image) * books.config.chunk_bytes
+    turn.notes.append(Note(kind, seq.seq_id, "", seq.whole_cells, len(seq.pages), num_bytes))
+    if kind == "admit":
         seq.state = State.PREFILLING
         books.counters.num_admitted += 1
-    else:
-        seq.has_progressed = False
-        start_restore(books, seq)
+        return
+    seq.has_progressed = False
+    (start_replay if kind == "replay" else start_restore)(books, seq)

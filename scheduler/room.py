@@ -6,10 +6,11 @@ Pages on their way out count as room: those of sequences that are leaving, and o
 from jaxkv.scheduler import policies
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.build import grow
-from jaxkv.scheduler.copies import dispatch_parks, has_room, image_size, start_park
+from jaxkv.scheduler.copies import dispatch_parks, has_room, image_size
 from jaxkv.scheduler.need import chunk_len, has_next_cell, missing_pages
 from jaxkv.scheduler.plan import Note
 from jaxkv.scheduler.policies import Candidate, VictimPolicy
+from jaxkv.scheduler.replay import drop_victim, send_away
 from jaxkv.scheduler.sequence import RUNNING, Sequence, State
 
 
@@ -23,9 +24,7 @@ def serve_last_tokens(books: Books, turn: Turn) -> None:
 def make_room(books: Books, turn: Turn) -> None:
     """Park victims one by one until the next step fits; with `hold` some steps ahead, since its pages come back late."""
     margin = books.config.margin_steps if books.config.hold else 0
-    if press(books, turn, "pressure", policies.VICTIMS[books.config.victim], margin):
-        for seq in books.residents:
-            seq.was_refused = False
+    press(books, turn, "pressure", policies.VICTIMS[books.config.victim], margin)
 
 
 def last_resort(books: Books, turn: Turn) -> None:
@@ -36,22 +35,21 @@ def last_resort(books: Books, turn: Turn) -> None:
     dispatch_parks(books, turn)
 
 
-def press(books: Books, turn: Turn, cause: str, pick: VictimPolicy, margin: int = 0) -> bool:
-    """Park until free and leaving pages cover the step's need; True if they do in the end."""
+def press(books: Books, turn: Turn, cause: str, pick: VictimPolicy, margin: int = 0) -> None:
+    """Park until free and leaving pages cover the step's need, or until nobody is left who may be parked."""
     candidates: list[Candidate] | None = None
     while (short := shortage(books, margin)) > 0 and short > num_leaving(books):
         if candidates is None:
             candidates = list_candidates(books)
         if not candidates:
             turn.is_pressed_out = True
-            return False
+            return
         victim = pick(policies.spare_the_starved(candidates, books.config.starve_after))
         shares = books.pages.num_shared(victim.seq_id) > 0
         is_parked = park_victim(books, turn, books.sequences[victim.seq_id], cause)
         candidates = [c for c in candidates if c is not victim and (is_parked or has_room(books, [books.sequences[c.seq_id]]))]
         if shares:  # what it leaves behind may be another's alone now
             candidates = picture(books, [books.sequences[c.seq_id] for c in candidates])
-    return True
 
 
 def shortage(books: Books, margin: int = 0) -> int:
@@ -104,7 +102,7 @@ def picture(books: Books, residents: list[Sequence]) -> list[Candidate]:
     """Residents as a policy sees them."""
     first: dict[int, Sequence] = {}  # by priority, the one with the most tokens
     for seq in books.residents:
-        if seq.priority not in first or seq.num_cells > first[seq.priority].num_cells:
+        if seq.priority not in first or seq.whole_cells > first[seq.priority].whole_cells:
             first[seq.priority] = seq
     return [
         Candidate(
@@ -116,20 +114,25 @@ def picture(books: Books, residents: list[Sequence]) -> list[Candidate]:
 
 
 def park_victim(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
-    """Park it and count it; one refused (False) keeps its pages, and is told of once per shortage."""
-    use = 1 - books.pages.num_free / books.config.num_pages
-    if not start_park(books, turn, seq, cause):
-        if not seq.was_refused:
-            seq.was_refused = True
-            refuse(books, turn, seq)
+    """Park it and count it; one refused (False) keeps its pages, and is told of once between two parks."""
+    use, num_pages = 1 - books.pages.num_free / books.config.num_pages, len(seq.pages)
+    if not send_away(books, turn, seq, cause):
+        refuse_once(books, turn, seq)
         return False
     books.counters.pool_use_at_park.append(use)
     if cause == "last_resort":
         books.counters.num_last_resorts += 1
-        turn.notes.append(Note("last_resort", seq.seq_id, "the step did not fit and no park was planned", seq.num_cells, seq.image_pages))
+        turn.notes.append(Note("last_resort", seq.seq_id, "the step did not fit and no park was planned", seq.whole_cells, num_pages))
     else:
         books.counters.num_parks_pressure += 1
     return True
+
+
+def refuse_once(books: Books, turn: Turn, seq: Sequence) -> None:
+    """Refuse, unless that was done since it was last parked."""
+    if not seq.was_refused:
+        seq.was_refused = True
+        refuse(books, turn, seq)
 
 
 def refuse(books: Books, turn: Turn, seq: Sequence) -> None:
@@ -138,3 +141,18 @@ def refuse(books: Books, turn: Turn, seq: Sequence) -> None:
     reason = f"its image takes {num_bytes} bytes, and {books.host.in_use} of the host budget's {books.host.budget} are held"
     books.counters.num_parks_refused += 1
     turn.notes.append(Note("park_refused", seq.seq_id, reason, seq.num_cells, num_pages, num_bytes))
+
+
+def replay_one_if_stuck(books: Books, turn: Turn) -> bool:
+    """Nobody runs, nothing moves and no image fits the budget: the smallest of the least urgent is dropped, so that others go on."""
+    is_moving = turn.decode or turn.prefill or books.flights or books.pages.num_leaving
+    if is_moving or not books.residents or any(seq.state is State.RESTORING for seq in books.residents):
+        return False
+    others = [seq for seq in books.residents if seq is not books.leader]
+    assert others, "a resident alone can always go on"
+    others = [seq for seq in others if own_pages(books, seq) > 0] or others
+    last = max(seq.priority for seq in others)
+    victim = policies.smallest(picture(books, [seq for seq in others if seq.priority == last]))
+    drop_victim(books, turn, books.sequences[victim.seq_id], "stuck")
+    books.counters.num_parks_stuck += 1
+    return True

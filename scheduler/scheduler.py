@@ -7,7 +7,7 @@ It decides who runs, who parks and who returns, and owns page numbers and host b
 from collections.abc import Callable, Hashable
 
 from jaxkv.scheduler.books import Books, Counters, Turn
-from jaxkv.scheduler.build import end_one_if_stuck, fill_batch
+from jaxkv.scheduler.build import fill_batch
 from jaxkv.scheduler.check import check_books
 from jaxkv.scheduler.commit import enter_outcome
 from jaxkv.scheduler.config import validate
@@ -16,9 +16,10 @@ from jaxkv.scheduler.forced import park_forced
 from jaxkv.scheduler.need import answer_limit, check_keys_fit
 from jaxkv.scheduler.plan import Chunk, Outcome, Plan, SchedulerConfig
 from jaxkv.scheduler.prefix import share_first
+from jaxkv.scheduler.replay import drop
 from jaxkv.scheduler.returns import let_in
-from jaxkv.scheduler.room import last_resort, make_room, serve_last_tokens
-from jaxkv.scheduler.sequence import RUNNING, Sequence, State
+from jaxkv.scheduler.room import last_resort, make_room, replay_one_if_stuck, serve_last_tokens
+from jaxkv.scheduler.sequence import AWAY, RUNNING, Sequence, State
 from jaxkv.scheduler.views import Snapshot, snapshot
 from jaxkv.scheduler.way import make_way
 
@@ -97,6 +98,20 @@ class Scheduler:
         seq.park_asked = True
         return ""
 
+    def replay(self, seq_id: int, now: float) -> str:
+        """What it has computed is lost, in the pool or on the host: it is computed again when its turn in the line comes.
+
+        "" or the reason why nothing happened. Copies of it that are in flight land as strays.
+        """
+        seq = self._books.sequences.get(seq_id)
+        if seq is None:
+            return f"sequence {seq_id} is not known"
+        if seq.is_over or seq.state is State.WAITING:
+            return f"sequence {seq_id} is {seq.state}"
+        self._books.counters.num_parks_lost += seq.state not in AWAY
+        drop(self._books, seq, now)
+        return ""
+
     def forget(self, seq_id: int) -> None:
         """Drop the record of a sequence that has ended; copies still in flight are accounted for all the same."""
         seq = self._books.sequences[seq_id]
@@ -118,7 +133,8 @@ class Scheduler:
         let_in(books, turn)
         last_resort(books, turn)
         fill_batch(books, turn)
-        end_one_if_stuck(books, turn)
+        if replay_one_if_stuck(books, turn):
+            fill_batch(books, turn)
         return turn.plan()
 
     def commit(self, outcome: Outcome, now: float) -> None:

@@ -4,6 +4,7 @@
                    |  ^          |  ^
                    v  |          v  |
                   PARKING -> PARKED -> RESTORING
+                     |          |  `-> REPLAYING     (no image; from RESTORING, PREFILLING, DECODING too when what was computed is lost)
                      |          |          |
      from any state -'----------'----------'---> CANCELLED / FAILED
 
@@ -16,6 +17,10 @@
     PARKING    -> PARKED                  copies.land              host bytes, no pages, no row (at once when it had computed nothing)
     PARKED     -> RESTORING               returns.enter            owns a row and all its pages, its next step's too; not scheduled
     RESTORING  -> PREFILLING, DECODING    copies.land              as before the park; its host bytes are given back, or spare
+    any live   -> PARKED                  replay.drop              no row, no pages, no image: `replay_to` cells to compute again
+    PARKED     -> REPLAYING               returns.enter            (dropped) owns a row and all its pages, its next step's too; makes no
+                                                                   token and is no victim
+    REPLAYING  -> PREFILLING, DECODING    replay.advance           as before the drop
     any        -> a terminal state        copies.end               no row; what no copy touches is given back now, the rest on landing
 
 Repeating a command is a no-op with a reason. Each park, restore and end starts a new epoch; a copy that lands with an old one changes
@@ -40,13 +45,14 @@ class State(StrEnum):
     PARKING = "parking"
     PARKED = "parked"
     RESTORING = "restoring"
+    REPLAYING = "replaying"
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
 
 RUNNING = frozenset({State.PREFILLING, State.DECODING})
-AWAY = frozenset({State.PARKING, State.PARKED, State.RESTORING})  # parked, and not yet back to work
+AWAY = frozenset({State.PARKING, State.PARKED, State.RESTORING, State.REPLAYING})  # parked, and not yet back to work
 OVER = frozenset({State.FINISHED, State.CANCELLED, State.FAILED})
 
 
@@ -68,6 +74,7 @@ class Sequence:
     num_cells: int = 0  # tokens whose keys and values are in its pages or its image
     num_cached: int = 0  # of these, prompt tokens that were found in the pool
     num_generated: int = 0
+    replay_to: int = 0  # cells to compute again before it goes on; 0 when it lost nothing
     epoch: int = 0
 
     image: list[ImageChunk] = field(default_factory=list)  # while it is away
@@ -83,7 +90,7 @@ class Sequence:
     has_progressed: bool = True  # since its last return: a chunk or a token
     forced_at: int = 0  # cells it had when a forced park last came due
     park_asked: bool = False
-    was_refused: bool = False  # the host budget had no room for its image in the present shortage
+    was_refused: bool = False  # since its last park: the host budget had no room for its image
     num_bypassed: int = 0  # others let in while it stood first in the line
     has_way: bool = False  # somebody was parked to let it in, so nobody passes it
     way_refused: bool = False  # the host budget had no room for whom it would have replaced, since it was parked
@@ -92,3 +99,19 @@ class Sequence:
     @property
     def is_over(self) -> bool:
         return self.state in OVER
+
+    @property
+    def whole_cells(self) -> int:
+        """Cells it has or computes again: what it is worth, and what its pages must hold."""
+        return self.replay_to if self.replay_to > self.num_cells else self.num_cells
+
+    @property
+    def wants_chunk(self) -> bool:
+        """Whether its next cells are prompt tokens, computed for the first time or again."""
+        return self.state is State.PREFILLING or (self.state is State.REPLAYING and self.num_cells < self.prompt_len)
+
+    @property
+    def wants_row(self) -> bool:
+        """Whether its next cell is a generated token's, computed for the first time or again."""
+        state = self.state
+        return state is State.DECODING or (state is State.REPLAYING and self.num_cells >= self.prompt_len)

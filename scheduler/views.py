@@ -23,6 +23,7 @@ class SequenceView:
     parked_since: float | None
     num_parks: int
     priority: int
+    replay_to: int = 0  # cells to compute again before it goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Snapshot:
     num_pages_leaving: int
     host_bytes: int
     num_running: int
-    num_parked: int  # parking, parked or restoring
+    num_parked: int  # parking, parked, restoring or replaying
     num_waiting: int
 
 
@@ -45,7 +46,7 @@ def view(seq: Sequence) -> SequenceView:
     num_tokens = seq.prompt_len + seq.num_generated
     return SequenceView(
         seq.seq_id, seq.state, seq.row, seq.prompt_len, seq.limit, num_tokens, seq.num_cells, seq.num_generated,
-        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority,
+        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority, seq.replay_to,
     )  # fmt: skip
 
 

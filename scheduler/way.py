@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from jaxkv.scheduler import policies
 from jaxkv.scheduler.books import Books, Turn
-from jaxkv.scheduler.copies import has_room, start_park
+from jaxkv.scheduler.copies import has_room
 from jaxkv.scheduler.need import gate_pages
 from jaxkv.scheduler.policies import Candidate
 from jaxkv.scheduler.prefix import num_in_use
+from jaxkv.scheduler.replay import send_away
 from jaxkv.scheduler.returns import first_in_line, gate_margin, spare_pages
 from jaxkv.scheduler.room import ends_now, may_leave, num_leaving, picture, refuse
 from jaxkv.scheduler.sequence import Sequence, State
@@ -52,15 +53,19 @@ def may_rotate(books: Books, turn: Turn, head: Sequence, seq: Sequence) -> bool:
 
 
 def park_for(books: Books, turn: Turn, head: Sequence, residents: list[Sequence], pick: Picker, cause: str) -> int:
-    """Park as many of the residents as let the head in, all or none; returns how many. A refusal is told of once while the head waits."""
+    """Park as many of the residents as let the head in, all or none; returns how many. A refusal is told of once while the head waits.
+
+    A rotation never drops an image: what it would gain is lost on the replay.
+    """
     victims = choose_victims(books, head, residents, pick)
-    if not has_room(books, victims):
+    may_drop = cause == "priority" and books.config.over_budget == "replay"
+    if not may_drop and not has_room(books, victims):
         if not head.way_refused:
             head.way_refused = True
             refuse(books, turn, victims[0])
         return 0
     for seq in victims:
-        is_parked = start_park(books, turn, seq, cause)
+        is_parked = send_away(books, turn, seq, cause)
         assert is_parked, "the host budget was looked at before"
         head.has_way = True
     return len(victims)

@@ -17,6 +17,7 @@ def scheduler_config(config: Config, *, num_pages: int, max_len: int, chunk_byte
         chunk_bytes=chunk_bytes,
         chunks_per_step=config.transfer.chunks_per_step,
         host_budget_bytes=budget,
+        over_budget=s.over_budget,
         margin_steps=s.margin_steps,
         starve_after=s.starve_after,
         victim=s.victim,

@@ -89,6 +89,10 @@ class SchedulerSection(Section):
         default="auto",
         description="MiB of host memory for parked sequences; auto is 8192, or half of what is available; null is no limit, 0 holds none",
     )
+    over_budget: Literal["replay", "wait"] = Field(
+        default="replay",
+        description="an image that does not fit: replay drops it and computes it again; wait lets its sequence keep its pages and pause",
+    )
     keep_images: bool = Field(
         default=True, description="after a return, what will not change stays in host memory while there is room: the next park copies less"
     )
@@ -104,7 +108,7 @@ class TransferSection(Section):
     chunks_per_step: int = Field(default=4, ge=1, description="transfers started in one step, parks and restores together")
     staging_mib: int = Field(default=64, ge=1, description="device memory for copies in flight in MiB, set aside before the pool is sized")
     blocking: bool = Field(default=False, description="wait for every copy, for backends that cannot copy beside the computation")
-    timeout_s: float = Field(default=60.0, gt=0, description="a copy not done after this long fails its own sequence")
+    timeout_s: float = Field(default=60.0, gt=0, description="a copy not done after this long is void, and its sequence computed again")
 
 
 class MeshSection(Section):

@@ -9,7 +9,7 @@ from jaxkv.live import Handle
 from jaxkv.status import SequenceStatus
 
 WORDS = {"prefilling": "prompt", "decoding": "running"}  # what a state is called here; the others keep their name
-AWAY = ("parking", "parked", "restoring")
+AWAY = ("parking", "parked", "restoring", "replaying")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class ChatRow:
 
     number: int
     title: str
-    state: str  # waiting, prompt, running, parking, parked, restoring, done or failed
+    state: str  # waiting, prompt, running, parking, parked, restoring, replaying, done or failed
     num_generated: int
     max_tokens: int
     num_pages: int

@@ -21,6 +21,7 @@ STATES = {
     "parking": "yellow",
     "parked": "bold yellow",
     "restoring": "cyan",
+    "replaying": "cyan",
     "waiting": "dim",
     "done": "dim",
     "failed": "bold red",
@@ -97,7 +98,7 @@ def draw_chats(frame: Frame, width: int) -> Table:
 
 def draw_row(row: ChatRow, columns: int) -> tuple[RenderableType, ...]:
     """The cells of one chat; pages in brackets are those of its image."""
-    pages = f"({row.image_pages})" if row.state in AWAY else str(row.num_pages)
+    pages = f"({row.image_pages})" if row.state in AWAY and row.image_pages else str(row.num_pages)
     return (
         Text(f"{row.number} ", f"#101010 on {color(row.number)}"),
         row.title,

@@ -84,7 +84,9 @@ def events(before: ChatRow, now: ChatRow) -> Iterator[str]:
     """What happened to a chat between two looks at it, in words."""
     was_away = before.state in AWAY
     if now.num_parks > before.num_parks:
-        yield f"parked after {now.num_generated} tokens: {now.image_pages or before.num_pages} pages to host memory"
+        is_dropped = now.state in AWAY and not now.image_pages
+        where = "dropped, to be computed again" if is_dropped else "to host memory"
+        yield f"parked after {now.num_generated} tokens: {now.image_pages or before.num_pages} pages {where}"
         was_away = True
     if was_away and now.state not in AWAY and now.state != "failed":
         yield f"is back, at {now.num_generated} tokens"

@@ -1,4 +1,4 @@
-"""An engine's parks, restores, refusals, failures and start-up as lines of the logger "jaxkv". Never a prompt or an answer.
+"""An engine's parks, returns, refusals, losses, failures and start-up as lines of the logger "jaxkv". Never a prompt or an answer.
 
 Nothing is installed at import: whose handlers there are and which levels they take is the program's affair. The command line calls
 `logging_to` with the configuration's `log` section.
@@ -39,13 +39,14 @@ class Absence:
     first_copy_s: float | None = None
     is_told: bool = False  # the line about the park is written
     returns_s: float | None = None  # when its return was planned
+    back: str = "restore"  # what its return is called
 
 
 class LogObserver:
-    """Writes one line when an image is whole in host memory, and one when its sequence is back.
+    """Writes one line when an image is whole in host memory, or when a sequence is dropped without one, and one when it is back.
 
-    `took_ms` is the copying, `waited_ms` what came before it: for a park from the order to the first copy (staging memory may be taken),
-    for a restore the whole time since the order to park.
+    `took_ms` is the copying or the computing, `waited_ms` what came before it: for a park from the order to the first copy (staging memory
+    may be taken), for a return the whole time since the order to park.
     """
 
     def __init__(self) -> None:
@@ -71,6 +72,17 @@ class LogObserver:
         for chunk in (*landed.parked, *landed.restored):
             self._look(engine, chunk.seq_id, now)
 
+    def on_loss(self, engine: "Engine", sequence: "Live", reason: str, now: float) -> None:
+        """A warning; the return is told as any other."""
+        logger.warning(Event("lost", {**who(engine, sequence.seq_id), "reason": reason, "generated_tokens": sequence.num_generated}))
+        num_tokens = len(sequence.prompt) + sequence.num_generated
+        self._away[sequence.seq_id] = Absence("lost", num_tokens, 0, 0, 0, now, is_told=True)
+
+    def on_step(self, engine: "Engine", plan: "Plan", now: float) -> None:
+        """Tell of the replays that are complete."""
+        for seq_id in [seq_id for seq_id, absence in self._away.items() if absence.back == "replay"]:
+            self._look(engine, seq_id, now)
+
     def on_end(self, engine: "Engine", sequence: "Live", reason: str, error: str | None, now: float) -> None:
         """Failures are errors, other ends debug lines; a park cut short is told here."""
         names = {"seq_id": sequence.seq_id, "name": sequence.name}
@@ -85,11 +97,12 @@ class LogObserver:
             logger.debug(Event("end", {**names, **facts}))
 
     def _take(self, engine: "Engine", note: "Note", now: float) -> None:
-        if note.kind == "park":
+        if note.kind in ("park", "drop"):
             self._away[note.seq_id] = Absence(note.reason, note.num_tokens, note.num_pages, note.num_bytes, note.kept_bytes, now)
-            self._look(engine, note.seq_id, now)  # one that had computed nothing has nothing to copy
-        elif note.kind == "restore" and note.seq_id in self._away:
-            self._away[note.seq_id].returns_s = now
+            self._look(engine, note.seq_id, now, note.kind)  # one that had computed nothing has nothing to copy
+        elif note.kind in ("restore", "replay") and note.seq_id in self._away:
+            absence = self._away[note.seq_id]
+            absence.returns_s, absence.back = now, note.kind
             self._look(engine, note.seq_id, now)
         elif note.kind == "park_refused":
             facts = {"num_tokens": note.num_tokens, "num_pages": note.num_pages, "image_bytes": note.num_bytes, "reason": note.reason}
@@ -97,24 +110,25 @@ class LogObserver:
         elif note.kind == "admit" and logger.isEnabledFor(logging.DEBUG):
             logger.debug(Event("admit", who(engine, note.seq_id)))
 
-    def _look(self, engine: "Engine", seq_id: int, now: float) -> None:
+    def _look(self, engine: "Engine", seq_id: int, now: float, left: str = "park") -> None:
         absence = self._away.get(seq_id)
         if absence is None or engine.live(seq_id) is None:
             return
         state = str(engine.scheduler.state(seq_id))
         if not absence.is_told and state != "parking":
             absence.is_told = True
-            self._tell_park(who(engine, seq_id), absence, now)
+            self._tell_park(who(engine, seq_id), absence, now, event=left)
         if absence.returns_s is not None and state in ("prefilling", "decoding"):
             self._tell_restore(who(engine, seq_id), absence, absence.returns_s, now)
             del self._away[seq_id]
 
-    def _tell_park(self, names: dict[str, Any], absence: Absence, now: float, ended: str | None = None) -> None:
+    def _tell_park(self, names: dict[str, Any], absence: Absence, now: float, ended: str | None = None, event: str = "park") -> None:
         began = now if absence.first_copy_s is None else absence.first_copy_s
-        self._tell("park", names | {"kept_bytes": absence.kept_bytes or None}, absence, now - began, began - absence.parked_s, ended)
+        names = names | {"kept_bytes": absence.kept_bytes or None}
+        self._tell(event, names, absence, now - began, began - absence.parked_s, ended)
 
     def _tell_restore(self, names: dict[str, Any], absence: Absence, returns_s: float, now: float) -> None:
-        self._tell("restore", names, absence, now - returns_s, returns_s - absence.parked_s)
+        self._tell(absence.back, names, absence, now - returns_s, returns_s - absence.parked_s)
 
     def _tell(self, event: str, names: dict[str, Any], absence: Absence, took_s: float, waited_s: float, ended: str | None = None) -> None:
         sizes = {"num_tokens": absence.num_tokens, "num_pages": absence.num_pages, "image_bytes": absence.image_bytes}

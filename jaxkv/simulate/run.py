@@ -11,7 +11,6 @@ from typing import Protocol
 from jaxkv.scheduler.need import DoesNotFit
 from jaxkv.scheduler.plan import Chunk, Note, Outcome, Plan, SchedulerConfig
 from jaxkv.scheduler.scheduler import Scheduler
-from jaxkv.scheduler.sequence import State
 from jaxkv.simulate.costs import Costs
 from jaxkv.simulate.result import Result, Story, summarize
 from jaxkv.simulate.trace import Request
@@ -129,11 +128,13 @@ class Simulation:
         for row in plan.decode:
             seq_id = row.seq_id
             decoded.append(seq_id)
+            if row.is_replay:
+                continue
             left[seq_id] -= 1
             if not left[seq_id]:
                 finished[seq_id] = "stop"
         prefill = plan.prefill
-        if prefill is not None and prefill.is_last:
+        if prefill is not None and prefill.is_last and not prefill.is_replay:
             left[prefill.seq_id] -= 1
             if not left[prefill.seq_id]:
                 finished[prefill.seq_id] = "stop"
@@ -142,9 +143,9 @@ class Simulation:
             self._end(seq_id, "finished")
 
     def _note_returns(self, plan: Plan) -> None:
-        """A pause is over when it runs again."""
-        running = [row.seq_id for row in plan.decode]
-        if plan.prefill is not None:
+        """A pause is over when it runs again, beyond what it had computed before."""
+        running = [row.seq_id for row in plan.decode if not row.is_replay]
+        if plan.prefill is not None and not plan.prefill.is_replay:
             running.append(plan.prefill.seq_id)
         for seq_id in running:
             if seq_id in self._away:
@@ -153,12 +154,10 @@ class Simulation:
     def _take_notes(self, notes: Sequence[Note]) -> None:
         for note in notes:
             seq_id = note.seq_id
-            if note.kind == "park":
+            if note.kind in ("park", "drop"):
                 self._away.setdefault(seq_id, self.now)
             elif note.kind == "admit":
                 self._line_s[seq_id] = self.now - self._requests[seq_id].arrival_s
-            elif note.kind == "over_budget" and self.scheduler.state(seq_id) is State.FAILED:
-                self._end(seq_id, "failed")
 
     def _end(self, seq_id: int, how: str) -> None:
         self._ends[seq_id] = self.now, how

@@ -112,6 +112,13 @@ def uncrowded(request: pytest.FixtureRequest) -> tuple[str, list[object]]:
         {"scheduler__victim": "largest"},
         {"scheduler__victim": "youngest", "scheduler__margin_steps": 0},
         {"scheduler__victim": "oldest", "pool__tokens": 96},
+        {"scheduler__host_budget_mib": 0},
+        {"scheduler__host_budget_mib": 0, "scheduler__over_budget": "wait"},
+        {"scheduler__host_budget_mib": 0, "scheduler__victim": "largest", "pool__tokens": 96},
+        {"scheduler__host_budget_mib": 0, "scheduler__victim": "youngest", "scheduler__margin_steps": 0, "scheduler__rows": 4},
+        {"scheduler__host_budget_mib": 0, "debug__park_every": 1, "pool__tokens": 128},
+        {"scheduler__host_budget_mib": 0, "debug__park_seed": 11, "transfer__mode": "hold"},
+        {"scheduler__host_budget_mib": 0, "debug__planner": False},
     ],
     ids=lambda settings: ", ".join(f"{name.partition('__')[2]}={value}" for name, value in settings.items()) or "tight",
 )

@@ -97,15 +97,21 @@ def test_forced_parks_and_last_resorts_say_so(events):
     assert {event["why"] for event in events if event["event"] == "park"} == {"last_resort"}
 
 
-def test_refused_parks_and_failures_have_their_lines(events):
+def test_without_host_memory_drops_and_replays_have_their_lines_and_refusals_are_told_once_a_park(plain, events):
     with tiny.engine(scheduler__host_budget_mib=0) as made:
-        answers = crowd(made)
+        assert crowd(made) == plain
         tiny.settle(made)
-        num_refused, num_failed = made.scheduler.counters.num_parks_refused, made.stats.num_failed
-    assert len([event for event in events if event["event"] == "park_refused"]) == num_refused > 0
-    failed = [event for event in events if event["event"] == "failed"]
-    assert len(failed) == num_failed == len([answer for answer in answers if answer[3] == "error"])
-    assert all("host_budget_mib" in event["reason"] for event in failed)
+    drops, replays = ([event for event in events if event["event"] == name] for name in ("drop", "replay"))
+    assert len(drops) == made.scheduler.counters.num_parks_dropped == len(replays) > 0
+    assert [event["num_tokens"] for event in drops] == [event["num_tokens"] for event in replays]
+    assert all(event["image_bytes"] == 0 and event["why"] == "pressure" and event["took_ms"] >= 0 for event in (*drops, *replays))
+    events.clear()
+    with tiny.engine(scheduler__host_budget_mib=0, scheduler__over_budget="wait", debug__park_every=1) as made:
+        assert crowd(made) == plain
+        tiny.settle(made)
+        counters = made.scheduler.counters
+    refused = [event for event in events if event["event"] == "park_refused"]
+    assert 0 < len(refused) == counters.num_parks_refused <= len(plain) + counters.num_parks
 
 
 def test_a_listener_that_always_raises_changes_no_byte(plain):

@@ -335,7 +335,7 @@ def test_warming_up_moves_one_image_both_ways_counts_nothing_and_tells_its_memor
         assert made.parts.transfer.num_in_flight == 0
 
 
-def test_a_request_whose_copy_hangs_fails_alone_and_its_pages_come_back_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_whose_copy_hangs_is_replayed_and_its_bytes_come_back_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     uncrowded = answers()[0]
     plain_ready, stuck = jaxkv.transfer._ready, True
     with roomy_engine(transfer__timeout_s=0.05) as made:
@@ -355,14 +355,13 @@ def test_a_request_whose_copy_hangs_fails_alone_and_its_pages_come_back_when_it_
             made.step()
         hanging += [host.pages for host in tiny.image(made, 0)]
         others = [tiny.content(handle.result()) for handle in handles[1:]]
-        failed = handles[0].result()
-        assert failed.finish_reason == "error"
-        assert failed.error is not None and "transfer.timeout_s allows 0.05" in failed.error
-        assert others == uncrowded[1:]
+        assert [tiny.content(handles[0].result()), *others] == uncrowded
+        assert made.stats.num_losses == 1 and made.scheduler.counters.num_replayed_tokens > 0
+        assert made.scheduler.snapshot().host_bytes > 0
         stuck = False
 
 
-def test_a_damaged_image_fails_its_request_and_changes_no_byte_of_another() -> None:
+def test_a_damaged_image_is_replayed_and_changes_no_byte_of_any() -> None:
     uncrowded = answers()[0]
     with roomy_engine(debug__copy_delay_steps=2) as made:
         handles = [made.submit(p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
@@ -371,8 +370,5 @@ def test_a_damaged_image_fails_its_request_and_changes_no_byte_of_another() -> N
         while not tiny.image(made, 0):
             made.step()
         damage(tiny.image(made, 0)[0])
-        completions = [handle.result() for handle in handles]
-        assert completions[0].finish_reason == "error"
-        assert completions[0].error is not None and "a parked image came back damaged" in completions[0].error
-        assert completions[0].token_ids == uncrowded[0][0][: len(completions[0].token_ids)]
-        assert [tiny.content(c) for c in completions[1:]] == uncrowded[1:]
+        assert [tiny.content(handle.result()) for handle in handles] == uncrowded
+        assert (made.stats.num_losses, made.stats.num_failed) == (1, 0)

@@ -233,7 +233,7 @@ def test_parking_at_every_token_beside_others_keeps_every_cell(delay: int, hold:
 
 
 def test_host_bytes_of_a_cancelled_return_are_not_used_again_before_its_copy_lands() -> None:
-    job = FakeLoop(config(64, chunk_pages=4, host_budget_bytes=64), delay=lambda chunk: 20 if chunk.epoch == 2 else 0)
+    job = FakeLoop(config(64, chunk_pages=4, host_budget_bytes=64, over_budget="wait"), delay=lambda chunk: 20 if chunk.epoch == 2 else 0)
     job.add(0, 12, 30)
     job.add(1, 10, 30)
     job.run(until=lambda: job.num_cells(1) == 10)
@@ -359,7 +359,7 @@ def test_where_pages_count_the_pool_is_full_at_226_tokens() -> None:
 
 
 def test_a_park_beyond_the_host_budget_is_refused_and_counted() -> None:
-    job = loop(256, chunk_pages=1, chunk_bytes=1, host_budget_bytes=100, chunks_per_step=1000, delay=30)
+    job = loop(256, chunk_pages=1, chunk_bytes=1, host_budget_bytes=100, over_budget="wait", chunks_per_step=1000, delay=30)
     job.add(0, 60, 20)
     job.add(1, 50, 60)
     job.run(until=lambda: job.num_cells(1) == 50)
@@ -510,7 +510,7 @@ def test_a_prompt_that_arrives_late_is_computed_once(planner: bool) -> None:
 
 def test_one_that_cannot_park_keeps_its_pages_and_nobody_fails_while_somebody_can_go_on() -> None:
     # 4 pages of 16. The leader fills its third and needs the fourth, where the newcomer is: it waits until that one has ended.
-    job = loop(4, page_size=16, margin_steps=0, host_budget_bytes=0)
+    job = loop(4, page_size=16, margin_steps=0, host_budget_bytes=0, over_budget="wait")
     job.add(0, 20, 45)
     job.run(until=lambda: job.num_cells(0) == 41)
     job.add(1, 8, 9)
@@ -521,20 +521,6 @@ def test_one_that_cannot_park_keeps_its_pages_and_nobody_fails_while_somebody_ca
     assert job.noted("park_refused") == [1]
     assert job.scheduler.counters.num_parks == 0
     assert all_finished(job.ends)
-
-
-def test_if_nobody_can_go_on_the_smallest_ends_with_an_error_that_names_the_budget() -> None:
-    job = loop(64, host_budget_bytes=0)
-    job.add(0, 20, 40)
-    job.add(1, 12, 40)
-    job.run()
-    assert job.ends == {0: State.FINISHED, 1: State.FAILED}
-    assert job.tokens[0] == 40
-    (note,) = [note for _, note in job.notes if note.kind == "over_budget"]
-    assert note.seq_id == 1
-    assert "raise scheduler.host_budget_mib or pool.tokens" in note.reason
-    assert job.noted("park_refused") == [1]
-    assert_nothing_is_left(job)
 
 
 def test_a_sequence_that_has_computed_nothing_parks_without_a_copy() -> None:

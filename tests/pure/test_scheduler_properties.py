@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jaxkv.scheduler import Chunk, Note, Plan, SchedulerConfig, SequenceView, State
 from jaxkv.scheduler.fake_runner import FakeLoop
+from jaxkv.scheduler.sequence import AWAY
 
 
 class WatchedLoop(FakeLoop):
@@ -44,17 +45,26 @@ class WatchedLoop(FakeLoop):
         assert self.num_idle_steps <= self.most_idle_steps, f"no token and no chunk in {self.num_idle_steps} steps"
         return plan
 
+    def replay(self, seq_id: int) -> str:
+        state = self.scheduler.state(seq_id)
+        reason = super().replay(seq_id)
+        if not reason and state not in AWAY:
+            self.away.append(seq_id)
+        elif not reason and state in (State.RESTORING, State.REPLAYING):
+            self.away.insert(0, seq_id)
+        return reason
+
     def watch(self, note: Note) -> None:
         """Nobody passes the head; nobody is parked twice without progress, or for one that is no more urgent than itself."""
         self.away = [seq_id for seq_id in self.away if seq_id not in self.ends]
         seq_id = note.seq_id
-        if note.kind == "park":
+        if note.kind in ("park", "drop"):
             assert note.num_tokens > self.parked_with.get(seq_id, -1), f"sequence {seq_id} is parked twice without progress"
             self.parked_with[seq_id] = note.num_tokens
             self.away.append(seq_id)
             if note.reason in ("priority", "rotation"):
                 self.watch_way(seq_id, note.reason)
-        elif note.kind in ("restore", "admit") and seq_id not in self.ends:
+        elif note.kind in ("restore", "replay", "admit") and seq_id not in self.ends:
             self.watch_order(seq_id, note.kind == "admit")
 
     def watch_order(self, seq_id: int, is_new: bool) -> None:
@@ -80,11 +90,11 @@ class WatchedLoop(FakeLoop):
 
     def watch_leader(self, before: tuple[SequenceView, ...], notes: list[Note]) -> None:
         """Of the most urgent, pressure never parks the resident with the most tokens."""
-        parks = [note for note in notes if note.kind == "park"]
+        parks = [note for note in notes if note.kind in ("park", "drop")]
         forced = {note.seq_id for note in parks if note.reason == "forced"}
         victims = {note.seq_id for note in parks if note.reason in ("pressure", "last_resort")}
         stayed = [view for view in before if view.row is not None and view.seq_id not in forced]
-        leader = min(stayed, key=lambda view: (view.priority, -view.num_cells, view.seq_id), default=None)
+        leader = min(stayed, key=lambda view: (view.priority, -max(view.num_cells, view.replay_to), view.seq_id), default=None)
         assert leader is None or leader.seq_id not in victims, f"the leader {leader} is among the victims {victims}"
 
     def add(self, seq_id: int, *sizes: Any, priority: int = 0, **more: Any) -> int:
@@ -97,9 +107,7 @@ class WatchedLoop(FakeLoop):
         """Run to the end: everything ends as it should, nothing leaks."""
         self.run(50_000)
         config, counters = self.scheduler.config, self.scheduler.counters
-        failed = {seq_id for seq_id, state in self.ends.items() if state is State.FAILED}
-        assert failed == set(self.noted("over_budget"))
-        assert not failed or config.host_budget_bytes is not None
+        assert State.FAILED not in self.ends.values()
         for seq_id, state in self.ends.items():
             if state is State.FINISHED:
                 assert self.tokens[seq_id] == self.stops[seq_id]
@@ -109,7 +117,7 @@ class WatchedLoop(FakeLoop):
         assert (counters.num_last_resorts if config.planner else counters.num_parks_pressure) == 0
         assert counters.num_parks == counters.num_restores + counters.num_ended_parked
         if config.admission == "reserve":
-            assert counters.num_parks == counters.num_parks_forced and not failed
+            assert counters.num_parks == counters.num_parks_forced + counters.num_parks_lost
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:
@@ -126,6 +134,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         chunk_bytes=10,
         chunks_per_step=rng.choice([1, 2, 4]),
         host_budget_bytes=rng.choice([None, None, None, 0, 10 * (num_pages // chunk_pages), 30]),
+        over_budget=rng.choice(["replay", "replay", "wait"]),
         margin_steps=rng.choice([0, 0, 1, 4]),
         starve_after=rng.choice([0, 1, 3]),
         victim=rng.choice(["smallest", "smallest", "largest", "youngest", "oldest", "priority"]),
@@ -176,6 +185,8 @@ def run_random(seed: int) -> WatchedLoop:
                 job.scheduler.park(rng.randint(0, seq_id))
             if rng.random() < 0.06:
                 job.cancel(rng.randint(0, seq_id))
+            if rng.random() < 0.04:
+                job.replay(rng.randint(0, seq_id))
     job.finish()
     return job
 
@@ -187,18 +198,9 @@ def run_and_count(seed: int) -> Counter[str]:
     except AssertionError as error:
         raise AssertionError(f"run_random({seed}): {error}") from error
     counted = (
-        "parks_forced",
-        "parks_pressure",
-        "parks_priority",
-        "rotations",
-        "last_resorts",
-        "parks_refused",
-        "restores",
-        "kept_hits",
-        "ended_parked",
-        "failed",
-        "cancelled",
-    )
+        "parks_forced", "parks_pressure", "parks_priority", "parks_copied", "parks_dropped", "parks_stuck", "parks_lost", "rotations",
+        "last_resorts", "parks_refused", "restores", "kept_hits", "replayed_tokens", "ended_parked", "cancelled",
+    )  # fmt: skip
     return Counter({name: getattr(counters, f"num_{name}") for name in counted})
 
 
@@ -208,7 +210,7 @@ def test_random_runs_keep_every_promise() -> None:
         totals += run_and_count(seed)
     # Runs that nothing happens in prove nothing: each kind of event is there in numbers.
     rare = {name: num for name, num in totals.items() if num < 3}
-    assert not rare and len(totals) == 11, totals
+    assert not rare and len(totals) == 15, totals
 
 
 @pytest.mark.slow
@@ -254,6 +256,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1000))
     def park(self, which: int) -> None:
         self.job.scheduler.park(which % self.num_added)
+
+    @precondition(lambda self: self.num_added > 0)
+    @rule(which=st.integers(0, 1000))
+    def replay(self, which: int) -> None:
+        self.job.replay(which % self.num_added)
 
     def teardown(self) -> None:
         if hasattr(self, "job"):

@@ -262,7 +262,8 @@ def run_sharing(seed: int) -> Counter[str]:
         num_pages, page_size=page_size, rows=rng.randint(1, 6), prefill_chunk=rng.choice([1, 4, 6]), chunk_pages=rng.choice([1, 3]),
         margin_steps=rng.choice([0, 0, 2]), hold=rng.random() < 0.4, planner=rng.random() < 0.8, chunk_bytes=10,
         park_every=rng.choice([0, 0, 1, 3]), park_seed=rng.choice([None, None, seed]), prefix_cache=rng.random() < 0.7,
-        victim=rng.choice(["smallest", "largest", "youngest", "oldest"]), host_budget_bytes=rng.choice([None, None, 10 * num_pages]),
+        victim=rng.choice(["smallest", "largest", "youngest", "oldest"]), host_budget_bytes=rng.choice([None, None, 10 * num_pages, 0]),
+        over_budget=rng.choice(["replay", "replay", "wait"]),
         resume=rng.choice(["head", "pass"]), rotate=rng.choice(["none", "any"]), rotate_after_s=rng.choice([3.0, 20.0]),
     )  # fmt: skip
     delays = [rng.randint(0, rng.choice([0, 1, 5])) for _ in range(31)]
@@ -281,11 +282,13 @@ def run_sharing(seed: int) -> Counter[str]:
                 job.scheduler.park(rng.randint(0, seq_id - 1))
             if rng.random() < 0.06:
                 job.cancel(rng.randint(0, seq_id - 1))
+            if rng.random() < 0.06:
+                job.replay(rng.randint(0, seq_id - 1))
     job.run(20_000)
     assert all(job.tokens[one] == job.stops[one] for one, state in job.ends.items() if state is State.FINISHED)
     assert_nothing_is_held(job)
     counters = job.scheduler.counters
-    names = ("parks_forced", "parks_pressure", "restores", "ended_parked", "cancelled")
+    names = ("parks_forced", "parks_pressure", "parks_lost", "replayed_tokens", "restores", "ended_parked", "cancelled")
     return Counter({name: getattr(counters, f"num_{name}") for name in names} | {"cached_tokens": counters.cached_tokens})
 
 
@@ -297,7 +300,7 @@ def test_random_runs_of_common_prompts_read_what_they_would_have_computed() -> N
         except AssertionError as error:
             raise AssertionError(f"run_sharing({seed}): {error}") from error
     rare = {name: num for name, num in totals.items() if num < 3}
-    assert not rare and len(totals) == 6, totals
+    assert not rare and len(totals) == 8, totals
 
 
 def test_a_scheduler_without_keys_shares_nothing() -> None:
