@@ -1,7 +1,9 @@
 """What a request may ask of the compiled programs. The wording of bodies is checked elsewhere; these limits hold for every caller."""
 
 import math
+import operator
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxkv.errors import RequestError
 from jaxkv.request import (
@@ -31,6 +33,7 @@ _RANGES = {
 
 def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int, eos_ids: Collection[int]) -> tuple[int, ...]:
     """Raise RequestError for what the programs cannot take; return the ids that min_tokens keeps away."""
+    check_kind(prompt)
     if len(prompt) == 0:
         raise RequestError("prompt: got 0 tokens, allowed: at least 1", "prompt")
     if bad := [token for token in prompt if not 0 <= token < vocab_size]:
@@ -56,3 +59,14 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int
     if len(ends) > MAX_BANNED:
         raise RequestError(f"stop_token_ids: got {len(ends)} with the model's own, allowed: at most {MAX_BANNED}", "stop_token_ids")
     return tuple(sorted(ends))
+
+
+def check_kind(prompt: Any) -> None:
+    """Refuse what is no row of whole numbers: NumPy would cut 5.5 to 5, and fail on None with a message about itself."""
+    if isinstance(prompt, str | bytes) or not (hasattr(prompt, "__len__") and hasattr(prompt, "__iter__")):
+        raise RequestError(f"prompt: got {type(prompt).__name__}, allowed: a list of token ids", "prompt")
+    for place, token in enumerate(prompt):
+        try:
+            operator.index(token)
+        except TypeError:
+            raise RequestError(f"prompt: got {token!r} at place {place}, allowed: token ids, which are whole numbers", "prompt") from None

@@ -154,6 +154,8 @@ class Engine:
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
         """Answer all prompts (text or token ids), in their order; `params` is one for all or one for each."""
+        if isinstance(prompts, str):
+            raise RequestError("prompts: got one text, allowed: a list of prompts; put it in brackets", "prompts")
         wishes = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(wishes) != len(prompts):
             raise RequestError(f"params: got {len(wishes)} for {len(prompts)} prompts; give one, or one for each", "params")

@@ -10,7 +10,7 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 from jaxkv.attention import BLOCK_TOKENS
-from jaxkv.models import Checkpoint
+from jaxkv.models import Checkpoint, CheckpointInfo
 from jaxkv.pool import PoolLayout
 from jaxkv.processor import cpu_identity
 from jaxkv.programs import HEAD_TILE, Shapes
@@ -20,12 +20,19 @@ KERNELS = f"paged-blocks-{BLOCK_TOKENS}/head-tile-{HEAD_TILE}/2"  # the last num
 
 def fingerprint_facts(checkpoint: Checkpoint, dtype: str, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
     """Everything that is hashed, by name. The same weights read with another rope, end-of-text id or tokenizer are another model."""
-    device = mesh.devices.flat[0]
     return {
         "weights_sha256": checkpoint.weights_sha256,
-        "model": checkpoint.config.to_json(),
-        "eos_ids": sorted(checkpoint.eos_ids),
         "tokenizer_sha256": None if checkpoint.tokenizer is None else checkpoint.tokenizer.sha256(),
+        **early_facts(checkpoint, dtype, layout, shapes, mesh),
+    }
+
+
+def early_facts(model: Checkpoint | CheckpointInfo, dtype: str, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
+    """Those that are known before weights are read."""
+    device = mesh.devices.flat[0]
+    return {
+        "model": model.config.to_json(),
+        "eos_ids": sorted(model.eos_ids),
         "dtype": dtype,
         "kv_dtype": layout.dtype,
         "backend": device.platform,

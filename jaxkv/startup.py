@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxkv.config import Config, available_memory_bytes, resolve_host_budget, scheduler_config
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
-from jaxkv.fingerprint import fingerprint, fingerprint_facts
+from jaxkv.fingerprint import early_facts, fingerprint, fingerprint_facts
 from jaxkv.interrupt import check_interrupt
 from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint
 from jaxkv.pool import PoolLayout, allocate, pool_sharding, storage_dtype
@@ -50,24 +50,14 @@ class Parts:
 def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     """Do everything up to the first request. Raises ConfigError, or the models' own error, with one clear message."""
     stage = Stages(on_stage)
-    folder = cache_folder(config.run.cache_dir)
-    path = resolve_model_path(config.model.path, folder)
-    info = inspect_checkpoint(path)
-    check_mesh(info.config, config.mesh.tensor)
-    mesh = make_mesh(config.mesh.tensor)
-    backend = mesh.devices.flat[0].platform
-    dtype = choose_dtype(config.model.dtype, backend, info)
-    shapes = choose_shapes(config, info.config)
-    sizes = plan_layout(config, info.config, dtype, backend)
-    check_staging(config, sizes)
-    if config.pool.tokens is not None:
-        check_pool(config, shapes)
-    use_compilation_cache(folder)
+    plan = outline(config)
+    info, mesh, dtype, shapes = plan.info, plan.mesh, plan.dtype, plan.shapes
+    use_compilation_cache(cache_folder(config.run.cache_dir))
     stage("check")
     checkpoint = load_checkpoint(info, dtype=dtype, mesh=mesh, on_stage=on_stage, on_tensor=lambda done, total: check_interrupt())
     stage.skip()
     host = probe_host_memory(pool_sharding(mesh))
-    layout = size_pool(config, sizes, shapes, mesh)
+    layout = size_pool(config, plan.layout, shapes, mesh)
     staged = host.sharding is None or config.transfer.mode == "staged"
     programs = build_programs(
         checkpoint.model, layout, shapes, mesh, gather_sharding=None if staged else host.sharding, exact_float32=dtype == "float32"
@@ -98,6 +88,36 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         fingerprint=fingerprint(facts),
         messages=[m for m in (banner(info, mesh, layout, dtype, transfer), clamped, blocking_message(config, host)) if m],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is known and was checked before weights are read. The layout has 0 pages where the memory decides."""
+
+    info: CheckpointInfo
+    mesh: Mesh
+    dtype: str
+    shapes: Shapes
+    layout: PoolLayout
+
+    def facts(self) -> dict[str, object]:
+        """What is known of the fingerprint."""
+        return early_facts(self.info, self.dtype, self.layout, self.shapes, self.mesh)
+
+
+def outline(config: Config) -> Outline:
+    """Read the checkpoint's headers, and refuse what can be refused."""
+    info = inspect_checkpoint(resolve_model_path(config.model.path, cache_folder(config.run.cache_dir)))
+    check_mesh(info.config, config.mesh.tensor)
+    mesh = make_mesh(config.mesh.tensor)
+    backend = mesh.devices.flat[0].platform
+    dtype = choose_dtype(config.model.dtype, backend, info)
+    shapes = choose_shapes(config, info.config)
+    layout = plan_layout(config, info.config, dtype, backend)
+    check_staging(config, layout)
+    if config.pool.tokens is not None:
+        check_pool(config, shapes)
+    return Outline(info, mesh, dtype, shapes, layout)
 
 
 class Stages:

@@ -1,6 +1,7 @@
 """What a batch job asks of an engine and of a configuration. `jaxkv.engine.Engine` and `jaxkv.testing.FakeEngine` both answer to it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -56,3 +57,15 @@ class BatchEngine(Protocol):
 
 
 EngineFactory = Callable[[], BatchEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """What is known of a model before its weights are read; `facts` is what an engine's answers will depend on, as far as it is known."""
+
+    vocab_size: int
+    has_tokenizer: bool
+    facts: Mapping[str, Any]
+
+
+Inspect = Callable[[], Inspected]

@@ -13,9 +13,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from jaxkv.batch.interface import BatchEngine, EngineFactory
+from jaxkv.batch.interface import BatchEngine, EngineFactory, Inspect
 from jaxkv.batch.interrupt import Interrupt
-from jaxkv.batch.loop import Loop, Pending, pending_lines
+from jaxkv.batch.loop import Loop, Pending, body_defaults, pending_lines
 from jaxkv.batch.progress import choose_meter
 from jaxkv.batch.read import Source, find_sources, read_lines, scan
 from jaxkv.batch.records import read_record
@@ -24,6 +24,8 @@ from jaxkv.batch.summary import Tally
 from jaxkv.batch.write import OutputFile, write_whole
 from jaxkv.config import Config
 from jaxkv.errors import ConfigError
+from jaxkv.models import ByteTokenizer
+from jaxkv.openai import BodyReader
 
 EXIT_DONE, EXIT_SOME_FAILED, EXIT_INTERRUPTED = 0, 3, 130
 
@@ -37,6 +39,7 @@ def run_batch(
     *,
     force: bool = False,
     retry_failed: bool = False,
+    inspect: Inspect | None = None,
     stderr: TextIO | None = None,
     stdin: BinaryIO | None = None,
 ) -> int:
@@ -45,7 +48,8 @@ def run_batch(
     0: every line of the job has an answer. 3: some have an error line. 130: interrupted, what is finished is kept. What a user must change
     raises JaxkvError, before `engine` (a function that builds one) is called where possible; it is not called when nothing is missing. An
     engine that is handed over as such stays open. `output` of another configuration, model or input is refused; `force` keeps its lines and
-    adds what is missing. `retry_failed` drops error lines and does them again.
+    adds what is missing. `retry_failed` drops error lines and does them again. `inspect` tells of the model before `engine` is
+    called, so that what does not fit it can be refused by then.
     """
     stream = stderr if stderr is not None else sys.stderr
     paths = _Paths(Path(output).expanduser(), Path(summary).expanduser() if summary is not None else None)
@@ -55,7 +59,7 @@ def run_batch(
             sources = find_sources(inputs, keep, stdin)
             paths.check_against(sources)
             out = keep.enter_context(OutputFile(paths.output))
-            return _Job(engine, config, sources, out, paths.summary, stream, force, retry_failed).run()
+            return _Job(engine, config, sources, out, paths.summary, stream, force, retry_failed, inspect).run()
     except KeyboardInterrupt:
         _say_interrupted(stream, paths.output)
         return EXIT_INTERRUPTED
@@ -94,6 +98,7 @@ class _Job:
     stderr: TextIO
     force: bool
     retry_failed: bool
+    inspect: Inspect | None
 
     def run(self) -> int:
         """Find out what is missing, do it, and say how it went."""
@@ -109,6 +114,7 @@ class _Job:
         if first is None and before is not None and before.settings == now.settings:
             print("batch: nothing is missing, so no model is loaded", file=self.stderr)
             return self._finish(tally, {"system_fingerprint": before.system_fingerprint}, 0.0)
+        now = self._inspected(before, now)
         with self._opened() as engine:
             for message in engine.messages:
                 print(f"batch: {message}", file=self.stderr)
@@ -126,6 +132,17 @@ class _Job:
             _say_interrupted(self.stderr, self.out.path, tally)
             return 128 + interrupt.signum
         return self._finish(tally, engine.summary(), time.monotonic() - began)
+
+    def _inspected(self, before: Header | None, now: Header) -> Header:
+        """Refuse what the model's headers rule out, before its weights are read."""
+        if self.inspect is None:
+            return now
+        model = self.inspect()
+        tokenizer = ByteTokenizer() if model.has_tokenizer else None  # any one: no text is read
+        BodyReader(tokenizer, model.vocab_size, body_defaults(self.config)).check_defaults()
+        now = dataclasses.replace(now, facts=json.loads(json.dumps(model.facts)))
+        self._refuse_other(before, now)
+        return now
 
     def _refuse_other(self, before: Header | None, now: Header) -> None:
         if not self.force:

@@ -44,6 +44,11 @@ class _Live:
             handle.cancel()
 
 
+def body_defaults(config: Config) -> dict[str, Any]:
+    """What stands in for fields that a body leaves out."""
+    return config.request.model_dump(exclude_none=True)
+
+
 def pending_lines(lines: Iterable[RawLine], finished: Finished) -> Iterator[Pending]:
     """The lines that are not finished, each as a request or as the reason why it is none."""
     seen: set[str] = set()
@@ -64,8 +69,7 @@ class Loop:
     def __init__(self, engine: BatchEngine, config: Config, out: OutputFile, tally: Tally, meter: Meter, num_lines: int) -> None:
         self.window = max(16, 4 * config.scheduler.rows)
         self._engine, self._out, self._tally, self._num_lines = engine, out, tally, num_lines
-        defaults = config.request.model_dump(exclude_none=True)
-        self._reader = BodyReader(engine.tokenizer, engine.model_config.vocab_size, defaults, MAX_PROMPTS)
+        self._reader = BodyReader(engine.tokenizer, engine.model_config.vocab_size, body_defaults(config), MAX_PROMPTS)
         self._reader.check_defaults()
         self._run_seed, self._model = config.run.seed, served_name(config.model.path)
         self._pace = Pace(meter)

@@ -34,6 +34,7 @@ class Header:
     request: Mapping[str, Any]
     settings: Mapping[str, Any]
     system_fingerprint: str | None = None
+    facts: Mapping[str, Any] | None = None  # what the fingerprint is made of, as far as it is known before weights are read
 
     @classmethod
     def of(cls, config: Config, facts: InputFacts) -> Self:
@@ -69,12 +70,20 @@ class Header:
         names = sorted({*self.request, *now.request})
         changed = [name for name in names if self.request.get(name) != now.request.get(name)]
         found += [f"request.{name} ({json.dumps(self.request.get(name))}, now {json.dumps(now.request.get(name))})" for name in changed]
-        prints = self.system_fingerprint, now.system_fingerprint
-        if None not in prints and prints[0] != prints[1]:
+        if why := self._why_another_model(now):
             settings = [name for name in now.settings if self.settings.get(name) != now.settings[name]]
             cause = ", ".join(f"{name} {self.settings.get(name)}, now {now.settings[name]}" for name in settings)
-            found.append(f"the model or its settings ({cause or f'system_fingerprint {prints[0]}, now {prints[1]}'})")
+            found.append(f"the model or its settings ({cause or why})")
         return found
+
+    def _why_another_model(self, now: "Header") -> str | None:
+        """What tells that other answers must be expected: the fingerprints, or before there is one, what is known of it."""
+        prints = self.system_fingerprint, now.system_fingerprint
+        if None not in prints:
+            return f"system_fingerprint {prints[0]}, now {prints[1]}" if prints[0] != prints[1] else None
+        before, after = self.facts or {}, now.facts or {}
+        changed = [name for name in before.keys() & after.keys() if before[name] != after[name]]
+        return ", ".join(sorted(changed)) or None
 
 
 @dataclass(slots=True)

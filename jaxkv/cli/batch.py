@@ -15,6 +15,7 @@ from jaxkv.config import Config, load_config
 from jaxkv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxkv.batch.interface import Inspected
     from jaxkv.engine import Engine
 
 
@@ -50,7 +51,17 @@ def run(words: Sequence[str]) -> int:
 
     with logging_to(config.log), ExitStack() as keep:
         engine = partial(observed_engine, config, args, keep)
-        return run_batch(engine, config, args.input, args.output, args.summary, force=args.force, retry_failed=args.retry_failed)
+        inspect, force, retry = partial(inspected, config), args.force, args.retry_failed
+        return run_batch(engine, config, args.input, args.output, args.summary, force=force, retry_failed=retry, inspect=inspect)
+
+
+def inspected(config: Config) -> "Inspected":
+    """The model as its headers describe it, checked as an engine's start would."""
+    from jaxkv.batch.interface import Inspected
+    from jaxkv.startup import outline
+
+    found = outline(config)
+    return Inspected(found.info.config.vocab_size, found.info.has_tokenizer, found.facts())
 
 
 def observed_engine(config: Config, args: Args, keep: ExitStack) -> "Engine":

@@ -100,6 +100,31 @@ def test_wrong_requests_are_refused_with_the_field_and_both_values(shared: Engin
     assert shared.is_idle
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[5, 5.5]], r"prompt: got 5\.5 at place 1, allowed: token ids, which are whole numbers"),
+        ([[None]], r"prompt: got None at place 0, allowed: token ids"),
+        ([["a"]], r"prompt: got 'a' at place 0, allowed: token ids"),
+        ([np.array([5.0])], r"prompt: got np\.float64\(5\.0\) at place 0, allowed: token ids"),
+        ([None], r"prompt: got NoneType, allowed: a list of token ids"),
+        ([7], r"prompt: got int, allowed: a list of token ids"),
+        ([b"abc"], r"prompt: got bytes, allowed: a list of token ids"),
+        ("text", r"prompts: got one text, allowed: a list of prompts; put it in brackets"),
+    ],
+)
+def test_what_is_no_row_of_token_ids_is_refused(shared: Engine, prompts: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        shared.generate(prompts, GREEDY)
+    assert shared.is_idle
+
+
+def test_numpys_whole_numbers_are_token_ids(shared: Engine) -> None:
+    prompts: list[Any] = [[5, 6], np.array([5, 6])]
+    plain, numpys = (tiny.run(shared, [ids], greedy(3))[0].token_ids for ids in prompts)
+    assert plain == numpys
+
+
 def test_a_refused_prompt_among_many_leaves_none_of_them_behind(shared: Engine) -> None:
     with pytest.raises(RequestError, match="prompt: got 0 tokens"):
         shared.generate([tiny.prompt(8), []], GREEDY)

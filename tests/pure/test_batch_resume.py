@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxkv.batch.interface import Inspected
 from jaxkv.batch.read import find_sources, scan
 from jaxkv.errors import ConfigError
 from jaxkv.testing import FakeEngine
@@ -146,6 +147,59 @@ def test_the_same_settings_with_another_fingerprint_are_refused_when_something_i
     assert entries(tmp_path / "out.jsonl") == before
 
 
+def model(**facts: object) -> Inspected:
+    """A model's headers."""
+    return Inspected(257, True, {"rows": 8, "model": {"num_layers": 3}, **facts})
+
+
+def test_what_changes_answers_is_refused_before_the_engine_is_made(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("a"), line("b", temperature=9))
+    run(tmp_path, inspect=model)
+    before = entries(tmp_path / "out.jsonl")
+
+    def make() -> FakeEngine:
+        raise AssertionError("the engine was made")
+
+    options = {"make": make, "retry_failed": True}
+    with pytest.raises(ConfigError, match=r"the model or its settings \(scheduler\.rows 8, now 4\)"):
+        run(tmp_path, settings=config(scheduler__rows=4), inspect=lambda: model(rows=4), **options)
+    with pytest.raises(ConfigError, match=r"the model or its settings \(model\)"):
+        run(tmp_path, inspect=lambda: model(model={"num_layers": 4}), **options)
+    assert entries(tmp_path / "out.jsonl") == before
+    assert run(tmp_path, settings=config(scheduler__rows=4), inspect=lambda: model(rows=4), force=True).code == 3
+
+
+def test_settings_that_come_to_the_same_are_the_same_job(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("a"), line("b", temperature=9))
+    run(tmp_path, inspect=model)
+    ran = run(tmp_path, settings=config(model__dtype="float32"), inspect=model, retry_failed=True)
+    assert (ran.code, len(ran.engines)) == (3, 1)
+
+
+def test_a_header_from_before_facts_were_kept_is_judged_by_the_fingerprint(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("a"), line("b", temperature=9))
+    run(tmp_path)
+    path = tmp_path / "out.jsonl.job.json"
+    header = json.loads(path.read_text())
+    assert header.pop("facts") is None
+    path.write_text(json.dumps(header))
+    assert run(tmp_path, inspect=model, retry_failed=True).code == 3
+
+
+def test_a_default_that_the_model_cannot_take_is_refused_before_the_engine_is_made(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("a"))
+
+    def make() -> FakeEngine:
+        raise AssertionError("the engine was made")
+
+    settings = config(request__logit_bias={"257": 1.0})
+    with pytest.raises(ConfigError, match=r"request\.logit_bias key: got .257., allowed: a token id from 0 to 256"):
+        run(tmp_path, make=make, settings=settings, inspect=model)
+    with pytest.raises(ConfigError, match=r"request\.stop: this model has no tokenizer"):
+        run(tmp_path, make=make, settings=config(request__stop=["x"]), inspect=lambda: Inspected(257, False, {}))
+    assert run(tmp_path, settings=config(request__stop=["x"]), inspect=model).code == 0
+
+
 def test_another_name_for_the_same_model_is_the_same_job(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", line("a"))
     run(tmp_path)
@@ -214,7 +268,7 @@ def test_the_header_holds_what_the_bytes_depend_on(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", line("a"))
     run(tmp_path, settings=config(request__top_k=3))
     header = json.loads((tmp_path / "out.jsonl.job.json").read_text())
-    assert header.keys() == {"input_sha256", "run_seed", "request", "settings", "system_fingerprint"}
+    assert header.keys() == {"input_sha256", "run_seed", "request", "settings", "system_fingerprint", "facts"}
     assert (header["run_seed"], header["request"], header["system_fingerprint"]) == (0, {"top_k": 3}, "fp_fake")
 
 

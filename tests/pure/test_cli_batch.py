@@ -15,7 +15,7 @@ def job(monkeypatch, tmp_path):
     """Replace the runner by one that keeps what it was given and returns 3, in a folder with a configuration."""
     calls = []
 
-    def run_batch(engine, config, inputs, output, summary, *, force, retry_failed):
+    def run_batch(engine, config, inputs, output, summary, *, force, retry_failed, inspect):
         calls.append((config, inputs, output, summary, force, retry_failed))
         return 3
 
