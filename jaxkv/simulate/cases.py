@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxkv.config import Config, load_config, scheduler_config
@@ -58,6 +58,8 @@ def make_case(base: Mapping[str, Any], values: dict[str, Any]) -> Case:
     if tokens < page_size:
         raise ConfigError(f"pool.tokens: got {tokens}, less than one page of {page_size} tokens; raise it")
     costs = Costs.of(config.simulate)
+    if transfer.blocking:  # the step that sends a chunk waits for it
+        costs = replace(costs, copy_s=costs.copy_s + costs.land_s, land_s=0.0)
     chunk_bytes = costs.token_bytes * page_size * transfer.chunk_pages
     num_staging = transfer.staging_mib * MIB // chunk_bytes
     if not num_staging:

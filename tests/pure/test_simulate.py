@@ -311,6 +311,12 @@ def test_a_costs_file_that_is_none_is_one_line(tmp_path, content, message):
         Costs.of(load_config(MODEL, {"simulate.costs": str(tmp_path / "none.json")}).simulate)
 
 
+def test_a_step_waits_for_its_copies_where_they_block():
+    blocking, beside = (list_cases(config(transfer__blocking=value))[0].costs for value in (True, False))
+    assert beside == Costs()
+    assert blocking == Costs(copy_s=Costs().copy_s + Costs().land_s, land_s=0.0)
+
+
 # Sweeps
 
 
