@@ -60,7 +60,7 @@ class Simulation:
         while self._next < len(self._requests) or not self.scheduler.is_idle:
             self.step()
         counters = self.scheduler.counters
-        counts = {name: getattr(counters, name, 0) for name in COUNTED}
+        counts = {name: getattr(counters, name) for name in COUNTED}
         counts |= {"host_bytes": self._num_out * self._chunk_bytes, "device_bytes": self._num_back * self._chunk_bytes}
         counts |= {"host_peak_bytes": counters.host_bytes_peak, "num_steps": self._num_steps}
         stories = [self._story(seq_id) for seq_id in range(len(self._requests))]

@@ -104,6 +104,22 @@ def test_a_chunk_that_leaves_costs_its_step():
     assert paid.makespan_s - free.makespan_s == pytest.approx(4 * 0.125)  # two out, two back
 
 
+def test_without_host_memory_what_was_computed_is_computed_again_and_takes_its_time():
+    requests = [Request(0.0, 100, 60, 60), Request(0.0, 90, 60, 60)]
+    costs = Costs(**{**FREE, "step_s": 1.0}, copy_s=0.0, land_s=0.0)
+    copied, _ = run(requests, costs, margin_steps=0)
+    again, stories = run(requests, costs, margin_steps=0, host_budget_bytes=0)
+    assert (copied.num_parks, copied.num_parks_dropped, copied.num_replayed_tokens) == (1, 0, 0)
+    assert (again.num_parks, again.num_parks_dropped, again.num_finished, again.host_bytes) == (1, 1, 2, 0)
+    cells = again.num_replayed_tokens
+    assert 100 < cells < 130 and [story.num_tokens for story in stories] == [60, 60]
+    chunks = 3  # of its prompt; every other cell takes a step of its own
+    assert again.num_steps - copied.num_steps == chunks + cells - 90
+    assert (
+        again.longest_pause_s - copied.longest_pause_s == again.makespan_s - copied.makespan_s == chunks + cells - 90 - 1
+    )  # a step's copy
+
+
 def test_no_more_chunks_are_in_flight_than_staging_holds(monkeypatch):
     free = []
     plain = Scheduler.plan
