@@ -96,9 +96,9 @@ def new_figure(rows: int, columns: int, size: tuple[float, float], **shared: boo
 
 
 def save(figure: Any, path: Path) -> list[Path]:
-    """As PNG and SVG; the same picture gives the same bytes."""
-    require_extra("plots", "matplotlib").rcParams["svg.hashsalt"] = "jaxkv"
+    """As PNG and SVG; the same picture gives the same bytes, and text stays text."""
     files = [path.with_suffix(".png"), path.with_suffix(".svg")]
-    figure.savefig(files[0], dpi=120)
-    figure.savefig(files[1], metadata={"Date": None})
+    with require_extra("plots", "matplotlib").rc_context({"svg.hashsalt": "jaxkv", "svg.fonttype": "none"}):
+        figure.savefig(files[0], dpi=100)
+        figure.savefig(files[1], metadata={"Date": None, "Creator": None})
     return files
