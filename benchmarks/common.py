@@ -6,21 +6,18 @@ Knows no benchmark. A script calls `run(__doc__, measure, ...)`, and `measure(se
 import argparse
 import json
 import os
-import platform
 import shlex
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from figures import has_changes, machine, median_s, numbers, say, summary, text, timed, turns, versions
 
 from jaxkv.config import Config, load_config, split_overrides
 from jaxkv.engine import Engine
@@ -30,6 +27,22 @@ from jaxkv.models import ModelError
 from jaxkv.request import SamplingParams
 from jaxkv.summary import commit
 
+__all__ = [
+    "Setup",
+    "clear",
+    "endless",
+    "median_s",
+    "random_prompt",
+    "read_bandwidth",
+    "run",
+    "say",
+    "seat",
+    "settle",
+    "summary",
+    "text",
+    "timed",
+    "turns",
+]
 PACKAGES = ("jaxkv", "jax", "jaxlib", "flax", "numpy", "torch", "transformers", "accelerate")
 NUM_BLOCKS = 16  # of the array that the bandwidth is measured with
 T = TypeVar("T")
@@ -97,16 +110,6 @@ def read_setup(name: str, doc: str, words: Sequence[str], rounds: int, options: 
     return Setup(name, found.config, overrides, found.rounds, found)
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """`1,4,8` as numbers."""
-    return tuple(int(word) for word in text.split(","))
-
-
-def say(text: str) -> None:
-    """A line for the person who waits."""
-    print(text, flush=True)
-
-
 # What goes into the JSON beside the results
 
 
@@ -117,7 +120,7 @@ def header(setup: Setup) -> dict[str, Any]:
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
         "uncommitted_changes": has_changes(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": versions(PACKAGES),
         "hardware": hardware(),
         "model": setup.config().model.path,
         **setup.facts,
@@ -129,75 +132,14 @@ def hardware() -> dict[str, Any]:
     """The machine, and how busy it was with something else, or with this, at the end."""
     import jax
 
-    model = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    return {
-        "cpu": model,
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_average": round(os.getloadavg()[0], 2),
-        "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()],
-        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-    }
-
-
-def has_changes() -> bool | None:
-    """Whether the checkout differs from its commit; None outside of one."""
-    here = Path(__file__).resolve().parent
-    try:
-        command = ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"]
-        return bool(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip())
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return {**machine(), "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()]}
 
 
 def _shown(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in fields.items()) or "the configuration as it is"
 
 
-# Numbers
-
-
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds that a call takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def median_s(work: Callable[[], Any], repeats: int) -> float:
-    """The median of some calls: one number for a round."""
-    return statistics.median(timed(work) for _ in range(repeats))
-
-
-def summary(values: Iterable[float], scale: float = 1.0, digits: int = 3) -> dict[str, float]:
-    """Median and spread of the rounds."""
-    found = [value * scale for value in values]
-    return {"median": round(statistics.median(found), digits), "min": round(min(found), digits), "max": round(max(found), digits)}
-
-
-def text(spread: Mapping[str, float], unit: str = "") -> str:
-    """A summary for a person: `51.4 (50.9..53.0) ms`."""
-    return f"{spread['median']:g} ({spread['min']:g}..{spread['max']:g}){' ' + unit if unit else ''}"
-
-
-def turns(items: Sequence[T], round_: int) -> list[T]:
-    """The items, beginning with another one in every round: nobody is always the first."""
-    first = round_ % len(items)
-    return [*items[first:], *items[:first]]
+# The machine's ceiling
 
 
 def read_bandwidth(num_bytes: int = 2**28) -> Callable[[], float]:

@@ -103,16 +103,18 @@ class Books:
     def leader(self) -> Sequence | None:
         """The resident with the most tokens among the most urgent; of equals the older."""
         leader: Sequence | None = None
+        most = 0
         for seq in self.residents:
-            is_as_urgent = leader is not None and seq.priority == leader.priority
-            if leader is None or seq.priority < leader.priority or (is_as_urgent and seq.whole_cells > leader.whole_cells):
-                leader = seq
+            num_cells = seq.whole_cells
+            if leader is None or seq.priority < leader.priority or (num_cells > most and seq.priority == leader.priority):
+                leader, most = seq, num_cells
         return leader
 
     @property
     def next_to_prefill(self) -> Sequence | None:
         """The one whose chunk comes next: the most urgent whose prompt is not computed, and of these the oldest."""
-        return min((seq for seq in self.residents if seq.wants_chunk), key=lambda seq: seq.priority, default=None)
+        prefilling = [seq for seq in self.residents if seq.num_cells < seq.prompt_len and seq.wants_chunk]
+        return min(prefilling, key=lambda seq: seq.priority, default=None)
 
     def enter_row(self, seq: Sequence) -> int:
         """Give it the lowest free row."""

@@ -20,14 +20,17 @@ def fill_batch(books: Books, turn: Turn) -> None:
 
 def decode_row(books: Books, turn: Turn, seq: Sequence) -> None:
     """Put a sequence into the decode batch if it can have the cell its input token is written to."""
-    if seq.wants_row and (has_next_cell(books.config, seq) or grow(books, turn, seq)):
+    is_decoding = seq.state is State.DECODING
+    if (is_decoding or seq.wants_row) and (has_next_cell(books.config, seq) or grow(books, turn, seq)):
         assert seq.row is not None
-        turn.decode.append(DecodeRow(seq.seq_id, seq.row, seq.num_cells, seq.state is State.REPLAYING))
+        turn.decode.append(DecodeRow(seq.seq_id, seq.row, seq.num_cells, not is_decoding))
 
 
 def fill_prefill(books: Books, turn: Turn, leader: Sequence) -> None:
     """The oldest prefilling sequence's chunk; if it must wait for pages, the leader's, or one that already has its pages."""
     first = books.next_to_prefill
+    if first is None:
+        return
     for seq in books.residents:
         if not seq.wants_chunk:
             continue

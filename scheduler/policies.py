@@ -99,5 +99,6 @@ def spare_the_starved(candidates: Sequence[Candidate], starve_after: int) -> lis
     def hardship(candidate: Candidate) -> tuple[bool, int, bool, bool]:
         return candidate.is_last_token, -candidate.priority, candidate.is_leader, candidate.num_parks >= starve_after
 
-    least = min(map(hardship, candidates))
-    return [candidate for candidate in candidates if hardship(candidate) == least]
+    hardships = [hardship(candidate) for candidate in candidates]
+    least = min(hardships)
+    return [candidate for candidate, found in zip(candidates, hardships, strict=True) if found == least]
