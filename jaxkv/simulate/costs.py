@@ -21,7 +21,8 @@ from jaxkv.scheduler.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds, and the bytes of a token. The defaults were measured with SmolLM2 in float32, 8 rows, on two CPU cores."""
+    """Seconds, and the bytes of a token. The defaults are SmolLM2's in float32, 8 rows, on two CPU cores: decode as measured (38 ms for one
+    row at 200 tokens, 44 for eight), prompt chunks and copies rounded from runs on a busy machine."""
 
     step_s: float = 0.0005
     decode_s: float = 0.0371

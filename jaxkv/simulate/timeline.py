@@ -30,7 +30,7 @@ class PoolTimeline:
         for seq_id in self._away.keys() - away:
             self.parked.setdefault(seq_id, []).append((self._away.pop(seq_id), now))
 
-    def thinned(self, most: int = 1500) -> "PoolTimeline":
+    def thinned(self, most: int = 400) -> "PoolTimeline":
         """At most about so many of its pictures, the last one among them."""
         keep = [*range(0, len(self.times), max(1, len(self.times) // most)), len(self.times) - 1]
         return PoolTimeline([self.times[i] for i in keep], [self.pages[i] for i in keep], self.parked, self.num_pages)
