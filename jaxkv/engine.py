@@ -15,13 +15,14 @@ from jaxkv.checks import check_request
 from jaxkv.config import Config
 from jaxkv.ends import end
 from jaxkv.errors import JaxkvError, RequestError
-from jaxkv.guard import CompileGuard
+from jaxkv.guard import CompileGuard, RecompileError
 from jaxkv.interrupt import check_interrupt
 from jaxkv.live import Handle, Live, OnToken, RequestStats
 from jaxkv.observe.log import LogObserver, tell_stages
 from jaxkv.observe.observers import Observers
 from jaxkv.observe.phases import Phases
 from jaxkv.output import Output
+from jaxkv.recover import recover
 from jaxkv.request import Completion, SamplingParams
 from jaxkv.rows import Rows
 from jaxkv.scheduler import DoesNotFit, Scheduler
@@ -190,8 +191,8 @@ class Engine:
     def step(self) -> None:
         """One turn: copies that arrived, a plan, parks and restores, a prompt chunk, one token for every row.
 
-        What goes wrong for one request ends that request. An exception out of here (an interrupt, say) leaves a plan half done, so that no
-        page can be trusted: after it the engine can only be closed.
+        What goes wrong for one request ends that request, and whatever breaks a step off is made good: who was in the pool is computed
+        again. Only interrupts and a compilation after warm-up come out of here, and after them too the engine goes on.
         """
         self._check_open()
         check_interrupt()
@@ -201,8 +202,12 @@ class Engine:
         try:
             plan = take_step(self)
         except BaseException as error:
-            self._unfinished = f"a step broke off ({type(error).__name__}), so no page can be trusted; close the engine and make a new one"
-            raise
+            self._unfinished = f"a step broke off ({type(error).__name__}) and could not be made good; close the engine and make a new one"
+            recover(self, error)
+            self._unfinished = None
+            if isinstance(error, RecompileError) or not isinstance(error, Exception):
+                raise
+            return
         self._unfinished = None
         self.stats.num_steps += 1
         self.observers.tell("on_step", self, plan, time.perf_counter())

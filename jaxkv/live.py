@@ -36,6 +36,7 @@ class Live:
     paused_s: float | None = None  # when it left the device, while it is away
     pause_s: float = 0.0
     num_parks: int = 0
+    num_faults: int = 0  # steps that broke off because of it, since its last token
 
     @property
     def num_generated(self) -> int:
@@ -63,7 +64,10 @@ class Live:
     def complete(self, now: float, reason: str, error: str | None = None) -> Completion:
         """The answer as it stands."""
         if self.output.finish_reason is None:
-            self.output.finish(reason)
+            try:
+                self.output.finish(reason)
+            except Exception:  # the tokenizer's trouble: there is an end all the same, with the text so far
+                self.output.finish_reason = reason
         return Completion(
             token_ids=self.output.token_ids,
             text=self.output.text,

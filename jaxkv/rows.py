@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxkv.attention import table_width
+from jaxkv.blame import blaming
 from jaxkv.live import Live
 from jaxkv.pool import PoolLayout
 from jaxkv.programs import DecodeBatch, PrefillBatch, Shapes
@@ -33,6 +34,10 @@ class Rows:
         for update in updates:
             self._table[update.row, update.first : update.first + len(update.pages)] = update.pages
 
+    def forget(self) -> None:
+        """Nothing that the knobs say of a sequence is to be built upon."""
+        self._seated = [None] * self._shapes.rows
+
     def decode_batch(self, rows: tuple[DecodeRow, ...], live: Mapping[int, Live]) -> DecodeBatch:
         """The arrays of one decode step; rows not named are idle."""
         b = self._shapes.rows
@@ -40,7 +45,8 @@ class Rows:
         for entry in rows:
             sequence = live[entry.seq_id]
             if not entry.is_replay:
-                self._seat(entry.row, sequence)
+                with blaming(entry.seq_id):
+                    self._seat(entry.row, sequence)
             tokens[entry.row] = input_token(entry, sequence)
             positions[entry.row] = entry.position
             active[entry.row], sampling[entry.row] = True, not entry.is_replay

@@ -25,6 +25,7 @@ class EngineStats:
     num_completed: int = 0
     num_cancelled: int = 0
     num_failed: int = 0
+    num_faults: int = 0  # steps that broke off and were made good
     num_losses: int = 0  # sequences whose pages or image went bad, to be computed again
     prompt_tokens: int = 0
     generated_tokens: int = 0

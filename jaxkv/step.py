@@ -6,6 +6,7 @@ Plans go from the scheduler to the transfer and the programs, tokens from the pr
 import time
 from typing import TYPE_CHECKING
 
+from jaxkv.blame import blaming
 from jaxkv.ends import end, fail, lose
 from jaxkv.guard import RecompileError
 from jaxkv.live import Live
@@ -108,11 +109,11 @@ def dispatch(engine: "Engine", plan: Plan) -> tuple[Sampled | None, Sampled | No
     parts, prefilled, decoded = engine.parts, None, None
     engine.rows.update(plan.tables)
     if plan.prefill is not None:
-        with engine.phases("prefill"):
+        with engine.phases("prefill"), blaming(plan.prefill.seq_id):
             batch = engine.rows.prefill_batch(plan.prefill, engine.sequences[plan.prefill.seq_id])
             parts.pool.arrays, prefilled = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
     if plan.decode:
-        with engine.phases("decode"):
+        with engine.phases("decode"), blaming(*(entry.seq_id for entry in plan.decode)):
             rows = engine.rows.decode_batch(plan.decode, engine.sequences)
             parts.pool.arrays, decoded = parts.programs.decode.run(parts.weights, parts.pool.arrays, rows)
         engine.stats.num_decode_steps += 1
@@ -124,12 +125,12 @@ def collect(engine: "Engine", plan: Plan, prefilled: Sampled | None, decoded: Sa
     """Wait for the tokens, hand them to their sequences, tell the scheduler."""
     finished: dict[int, str] = {}
     failed: dict[int, str] = {}
-    samples = None if decoded is None else Samples(decoded)
+    first, samples = read(plan, prefilled, decoded)
     lost = lose_damaged(engine)
     chunk = None if plan.prefill is None or plan.prefill.seq_id in lost else plan.prefill
     rows = [entry for entry in plan.decode if entry.seq_id not in lost]
-    if chunk is not None and chunk.is_last and not chunk.is_replay and prefilled is not None:
-        accept(engine, chunk.seq_id, 0, Samples(prefilled), finished, failed)
+    if chunk is not None and first is not None:
+        accept(engine, chunk.seq_id, 0, first, finished, failed)
     for entry in rows:
         if samples is not None and not entry.is_replay:
             accept(engine, entry.seq_id, entry.row, samples, finished, failed)
@@ -145,6 +146,18 @@ def collect(engine: "Engine", plan: Plan, prefilled: Sampled | None, decoded: Sa
             end(engine, seq_id, reason)
     for seq_id in (*present, *([chunk.seq_id] if chunk else [])):
         resume(engine, seq_id, now)  # one whose replay is complete
+
+
+def read(plan: Plan, prefilled: Sampled | None, decoded: Sampled | None) -> tuple[Samples | None, Samples | None]:
+    """Wait for the tokens; what the device could not compute raises here."""
+    first = samples = None
+    if plan.prefill is not None and prefilled is not None and plan.prefill.is_last and not plan.prefill.is_replay:
+        with blaming(plan.prefill.seq_id):
+            first = Samples(prefilled)
+    if decoded is not None:
+        with blaming(*(entry.seq_id for entry in plan.decode)):
+            samples = Samples(decoded)
+    return first, samples
 
 
 def lose_damaged(engine: "Engine") -> set[int]:
@@ -173,6 +186,7 @@ def accept(engine: "Engine", seq_id: int, row: int, samples: Samples, finished: 
 def count_token(engine: "Engine", sequence: Live, now: float) -> None:
     """Its times and gaps, for the figures."""
     stats = engine.stats
+    sequence.num_faults = 0
     stats.generated_tokens += 1
     stats.last_token_s = now
     if sequence.first_token_s is None:

@@ -69,6 +69,7 @@ def pressure_numbers(engine: "Engine") -> dict[str, Any]:
         "num_parks_lost": counters.num_parks_lost,
         "num_replayed_tokens": counters.num_replayed_tokens,
         "num_losses": engine.stats.num_losses,
+        "num_faults": engine.stats.num_faults,
         "num_restores": counters.num_restores,
         "num_last_resorts": counters.num_last_resorts,
         "num_kept_hits": counters.num_kept_hits,

@@ -12,6 +12,7 @@ Knows nothing of requests or rows: chunks come in, chunks that arrived go out.
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,12 +214,23 @@ class Transfer:
         for flight in self._in:
             flight.is_wanted = flight.is_wanted and flight.chunk.seq_id != seq_id
 
+    def abandon_all(self) -> None:
+        """Nobody waits for a copy back any more, and nothing that was written is looked at again."""
+        for flight in self._in:
+            flight.is_wanted = False
+        self._unverified = []
+
+    @property
+    def flying(self) -> list[Chunk]:
+        """What is in flight."""
+        return [flight.chunk for flight in self._out] + [flight.chunk for flight in self._in]
+
     def drain(self) -> None:
-        """Wait for every copy in flight, then forget everything; used at the end only."""
-        for flight in self._out:
-            jax.block_until_ready((flight.host.pages, flight.host.checksum))
-        for arriving in self._in:
-            jax.block_until_ready(arriving.staged)
+        """Wait for every copy in flight, then forget everything; used at the end only, and one that failed is no matter then."""
+        leaving = [(flight.host.pages, flight.host.checksum) for flight in self._out]
+        for arrays in (*leaving, *(flight.staged for flight in self._in)):
+            with suppress(Exception):
+                jax.block_until_ready(arrays)
         self._out, self._in, self.stored = [], [], {}
 
     def _ids(self, chunk: Chunk, padding: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Start reading at `scheduler.py` (the calls), then `sequence.py` (the lifecycle); `plan.py` is the seam to whoever runs the plans. The phases
 of a plan are `forced.py`, `room.py`, `copies.py`, `returns.py` and `build.py`, in this order; `commit.py` is the way back, `replay.py` what
-happens without an image.
+happens without an image, `recover.py` what happens after a step that broke off.
 """
 
 from jaxkv.scheduler.books import Counters

@@ -6,6 +6,7 @@ that nobody away needs is *spare*: it goes when an image needs the room, the one
 for all sequences that have them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -105,6 +106,16 @@ class HostLedger:
         image = [self._new(seq_id, span) if chunk is None else chunk for span, chunk in zip(spans, found, strict=True)]
         self.peak = max(self.peak, self.held)
         return image
+
+    def restart(self, users: Mapping[int, set[int]], flying: Iterable[ImageChunk], known: Iterable[ImageChunk]) -> None:
+        """Everything goes but for what these sequences need, by number, and what copies touch; `known` are all chunks of either kind."""
+        copies = Counter(chunk.host_id for chunk in flying)
+        self.chunks |= {chunk.host_id: chunk for chunk in known}
+        self.spare.clear()
+        for chunk in list(self.chunks.values()):
+            chunk.users = set(users.get(chunk.host_id, ()))
+            chunk.num_keepers, chunk.num_copies, chunk.is_gone = 0, copies[chunk.host_id], False
+            self._settle(chunk)
 
     def send(self, chunk: ImageChunk) -> None:
         """A copy to it or from it is dispatched."""

@@ -28,6 +28,17 @@ class PageLedger:
         self._kept: set[int] = set()  # registered pages that are cached once nobody holds them
         self._cached: dict[int, None] = {}  # in the order of their last use
 
+    def restart(self, leaving: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """Everything is free and nothing is found any more, but for the pages that (holder, pages) are still on their way out of."""
+        num_evicted = self.num_evicted
+        self.__init__(self.num_pages)  # type: ignore[misc]
+        self.num_evicted = num_evicted
+        for seq_id, pages in leaving:
+            for page in pages:
+                self._holders.setdefault(page, {})
+                self._change(page, seq_id, True)
+        self._free = [page for page in self._free if page not in self._holders]
+
     @property
     def num_free(self) -> int:
         """Pages that can be had now, cached ones included."""

@@ -48,8 +48,7 @@ def share_prefix(books: Books, seq: Sequence) -> int | None:
     books.pages.share(seq.seq_id, found)
     seq.pages[first : first + len(blank)] = found
     num_tokens = len(found) * books.config.page_size
-    seq.num_cells += num_tokens
-    seq.num_cached = seq.forced_at = seq.num_cells  # a forced park comes due by what it computes itself
+    seq.num_cells = seq.num_cached = seq.forced_at = seq.num_cells + num_tokens  # a forced park comes due by what it computes itself
     books.counters.cached_tokens += 0 if seq.replay_to else num_tokens
     return first
 

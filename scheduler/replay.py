@@ -39,13 +39,18 @@ def drop(books: Books, seq: Sequence, now: float) -> None:
     for flight in books.flights.values():
         for page in flight.pages if flight.chunk.seq_id == seq.seq_id else ():
             books.pages.forget_key(page)  # it holds them until the copy lands, so it cannot share them when it is back before
-    seq.replay_to, seq.num_cells, seq.num_cached = seq.whole_cells, 0, 0
+    forget_cells(seq, seq.made_cells)
     seq.state = State.PARKED
     if not was_away:
         join_line(books, seq, now)
         books.counters.num_parks_dropped += 1
     elif was_entering:
         books.parked.prepend(seq)
+
+
+def forget_cells(seq: Sequence, num_cells: int) -> None:
+    """It has no cell any more, and so many to compute again."""
+    seq.replay_to, seq.num_cells, seq.num_cached = num_cells, 0, 0
 
 
 def start_replay(books: Books, seq: Sequence) -> None:

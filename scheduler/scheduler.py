@@ -4,7 +4,7 @@ It decides who runs, who parks and who returns, and owns page numbers and host b
 (`now` is handed in), so that the same `Scheduler` runs behind the engine, the simulator and the fake runner of the tests.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from jaxkv.scheduler.books import Books, Counters, Turn
 from jaxkv.scheduler.build import fill_batch
@@ -16,6 +16,7 @@ from jaxkv.scheduler.forced import park_forced
 from jaxkv.scheduler.need import answer_limit, check_keys_fit
 from jaxkv.scheduler.plan import Chunk, Outcome, Plan, SchedulerConfig
 from jaxkv.scheduler.prefix import share_first
+from jaxkv.scheduler.recover import recover
 from jaxkv.scheduler.replay import drop
 from jaxkv.scheduler.returns import let_in
 from jaxkv.scheduler.room import last_resort, make_room, replay_one_if_stuck, serve_last_tokens
@@ -112,6 +113,13 @@ class Scheduler:
         drop(self._books, seq, now)
         return ""
 
+    def recover(self, flying: Iterable[Chunk], generated: Mapping[int, int], now: float) -> None:
+        """A plan or its outcome broke off somewhere: make the books anew. Everybody who was in the pool is dropped, to be computed again.
+
+        `flying` are the copies that the runner still has in flight, `generated` the tokens that each live sequence has.
+        """
+        recover(self._books, flying, generated, now)
+
     def forget(self, seq_id: int) -> None:
         """Drop the record of a sequence that has ended; copies still in flight are accounted for all the same."""
         seq = self._books.sequences[seq_id]
@@ -161,6 +169,10 @@ class Scheduler:
     def state(self, seq_id: int) -> State:
         """Where a sequence is in its life; KeyError for one never added or forgotten."""
         return self._books.sequences[seq_id].state
+
+    def is_away(self, seq_id: int) -> bool:
+        """Whether it was parked and is not back at work."""
+        return self.state(seq_id) in AWAY
 
     def image(self, seq_id: int) -> tuple[int, ...]:
         """The places in host memory that it needs to return, in the order of its pages; none while it is here."""

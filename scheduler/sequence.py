@@ -106,6 +106,11 @@ class Sequence:
         return self.replay_to if self.replay_to > self.num_cells else self.num_cells
 
     @property
+    def made_cells(self) -> int:
+        """Cells to compute again if it is dropped: none where it only found some of its prompt in the pool."""
+        return self.replay_to or (0 if self.num_cells == self.num_cached else self.num_cells)
+
+    @property
     def wants_chunk(self) -> bool:
         """Whether its next cells are prompt tokens, computed for the first time or again."""
         return self.state is State.PREFILLING or (self.state is State.REPLAYING and self.num_cells < self.prompt_len)

@@ -78,6 +78,11 @@ class LogObserver:
         num_tokens = len(sequence.prompt) + sequence.num_generated
         self._away[sequence.seq_id] = Absence("lost", num_tokens, 0, 0, 0, now, is_told=True)
 
+    def on_fault(self, engine: "Engine", reason: str, now: float) -> None:
+        """An error: somebody should know why."""
+        logger.error(Event("fault", {"reason": reason}))
+        self._away = {seq_id: absence for seq_id, absence in self._away.items() if str(engine.scheduler.state(seq_id)) == "parked"}
+
     def on_step(self, engine: "Engine", plan: "Plan", now: float) -> None:
         """Tell of the replays that are complete."""
         for seq_id in [seq_id for seq_id, absence in self._away.items() if absence.back == "replay"]:

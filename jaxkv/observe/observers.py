@@ -7,6 +7,7 @@ Standard library only. A listener is any object with some of these methods (time
     on_plan(engine, plan, now)                     the step is planned, nothing of it is done yet
     on_step(engine, plan, now)                     the step is done, its tokens are handed out
     on_loss(engine, sequence, reason, now)         what a sequence had computed is no good, so it is dropped and will be computed again
+    on_fault(engine, reason, now)                  a step broke off and was made good: whoever was in the pool is computed again
     on_end(engine, sequence, reason, error, now)   a sequence has left; `error` says why where it failed
 """
 
