@@ -163,8 +163,8 @@ def random_prompt(engine: Engine, length: int, seed: int) -> list[int]:
 
 
 def endless(num_tokens: int, **fields: Any) -> SamplingParams:
-    """Exactly so many tokens, greedy unless told otherwise."""
-    return SamplingParams(**{"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **fields})
+    """Exactly so many tokens, greedy unless told otherwise; nothing of an earlier round is found in the pool."""
+    return SamplingParams(**{"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False, **fields})
 
 
 def seat(engine: Engine, lengths: Sequence[int], max_tokens: int, on_token: Any = None) -> list[Handle]:

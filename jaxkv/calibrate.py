@@ -143,7 +143,7 @@ def measure_steps(engine: Engine, repeats: int, programs: ProgramTimes) -> tuple
     share = min(engine.capacity // num - engine.config.pool.page_size, engine.max_len)
     answer_len = max(1, min(share // 2, (2 + MAX_PARK_STEPS) * repeats))
     prompt_len = max(1, min(MAX_PROMPT, share - answer_len))
-    params = SamplingParams(max_tokens=answer_len, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=answer_len, temperature=0.0, ignore_eos=True, cache_prompt=False)
     handles = [engine.submit([1] * prompt_len, params) for _ in range(num)]
     while not all(handle.token_ids for handle in handles):
         engine.step()

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxkv.errors import RequestError
 from jaxkv.request import (
+    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
@@ -25,6 +26,7 @@ _RANGES = {
     "presence_penalty": (-1e6, 1e6),
     "frequency_penalty": (-1e6, 1e6),
     "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "n": (1, MAX_CHOICES),
     "top_k": (0, 2**31 - 1),
     "seed": (0, 2**64 - 1),
     "priority": (MIN_PRIORITY, MAX_PRIORITY),
@@ -45,6 +47,8 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int
     for name, (low, high) in _RANGES.items():
         if not low <= (value := getattr(params, name)) <= high:  # a NaN is in no range
             raise RequestError(f"{name}: got {value}, allowed: {low} to {high}", name)
+    if not isinstance(params.n, int):
+        raise RequestError(f"n: got {params.n}, allowed: a whole number from 1 to {MAX_CHOICES}", "n")
     if isinstance(params.priority, bool) or not isinstance(params.priority, int):
         raise RequestError(f"priority: got {params.priority!r}, allowed: a whole number, lower is served first", "priority")
     if len(params.logit_bias) > MAX_LOGIT_BIAS:

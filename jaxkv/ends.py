@@ -37,11 +37,6 @@ def end(engine: "Engine", seq_id: int, reason: str, error: str | None = None) ->
     sequence.handle.completion = sequence.complete(now, reason, error)
     engine.parts.transfer.abandon(seq_id)
     engine.scheduler.forget(seq_id)
-    stats.e2e_s.append(now - sequence.submitted_s)
-    if error is not None:
-        stats.num_failed += 1
-    elif reason == "cancelled":
-        stats.num_cancelled += 1
-    else:
-        stats.num_completed += 1
+    if sequence.group.done:
+        stats.count_end(sequence.group.finish_reason, now - sequence.submitted_s)
     engine.observers.tell("on_end", engine, sequence, reason, error, now)

@@ -17,11 +17,12 @@ from jaxkv.ends import end
 from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.guard import CompileGuard, RecompileError
 from jaxkv.interrupt import check_interrupt
-from jaxkv.live import Handle, Live, OnToken, RequestStats
+from jaxkv.live import Group, Handle, Live, OnToken, RequestStats
 from jaxkv.observe.log import LogObserver, tell_stages
 from jaxkv.observe.observers import Observers
 from jaxkv.observe.phases import Phases
 from jaxkv.output import Output
+from jaxkv.prefix import page_keys
 from jaxkv.recover import recover
 from jaxkv.request import Completion, SamplingParams
 from jaxkv.rows import Rows
@@ -125,48 +126,76 @@ class Engine:
 
     # Requests
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None) -> Handle:
-        """Take a request; it runs whenever somebody takes steps. Raises RequestError for one that can never be served.
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None, choice: int = 0
+    ) -> Handle:
+        """Take a request for one answer; it runs whenever somebody takes steps. Raises RequestError for one that can never be served.
 
-        `on_token(handle, token_id)` is called in the engine's thread for every token. `name` is what logs and timelines call it.
+        `on_token(handle, token_id)` is called in the engine's thread for every token. `name` is what logs and timelines call it. `choice`
+        asks for what that choice of a group would say.
         """
+        if params.n != 1:
+            raise RequestError(f"n: got {params.n}, but submit takes requests for one answer; use submit_group", "n")
+        return self._take(prompt, params, choice, on_token, name).choices[0]
+
+    def submit_group(
+        self, prompt: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None
+    ) -> Group:
+        """Take a request for `params.n` choices, as `submit` does for one; each is a sequence, and they share the prompt's pages."""
+        return self._take(prompt, params, 0, on_token, name)
+
+    def _take(self, prompt: Sequence[int], params: SamplingParams, first: int, on_token: OnToken | None, name: str | None) -> Group:
         self._check_open()
         banned = check_request(prompt, params, self.model_config.vocab_size, self.parts.checkpoint.eos_ids)
-        seq_id, now = self._num_submitted, time.perf_counter()
+        group, now, tokens = Group(), time.perf_counter(), np.array(prompt, np.int32)
+        is_cached = self.config.pool.prefix_cache and params.cache_prompt
+        facts: dict[str, Any] = {"page_size": self.parts.layout.page_size, "fingerprint": self.parts.fingerprint}
+        keys = page_keys(tokens, params, self._num_submitted, is_cached=is_cached, **facts)
+        for choice in range(first, first + params.n):
+            limit = self._add(tokens, params, keys, is_cached, now)
+            handle = Handle(self._num_submitted, self, choice=choice, will_truncate_at=self._truncation(len(tokens), params, limit))
+            self._num_submitted += 1
+            output = Output(self.tokenizer, self.parts.checkpoint.eos_ids, params, limit)
+            handle.token_ids = output.token_ids
+            group.choices.append(handle)
+            self.sequences[handle.seq_id] = Live(handle.seq_id, tokens, params, banned, output, handle, group, now, on_token, name)
+        self.stats.count_submit(len(tokens), now)
+        for handle in group.choices:
+            self.observers.tell("on_submit", self, self.sequences[handle.seq_id])
+        return group
+
+    def _add(self, tokens: np.ndarray, params: SamplingParams, keys: tuple[bytes, ...], is_cached: bool, now: float) -> int:
+        """Tell the scheduler of the next sequence; what it refuses it refuses for the first choice, before any is taken."""
+        place: dict[str, Any] = {"priority": params.priority, "page_keys": keys, "keeps_prefix": is_cached}
         try:
-            limit = self.scheduler.add(seq_id, len(prompt), params.max_tokens, now, priority=params.priority)
+            return self.scheduler.add(self._num_submitted, len(tokens), params.max_tokens, now, **place)
         except DoesNotFit as error:
             raise RequestError(str(error), "prompt") from error
-        self._num_submitted += 1
-        handle = Handle(seq_id, self)
-        asked = min(params.max_tokens or self.max_len, self.max_len - len(prompt) + 1)
-        if limit < asked:
-            handle.will_truncate_at = limit
-        output = Output(self.tokenizer, self.parts.checkpoint.eos_ids, params, limit)
-        self.sequences[seq_id] = Live(seq_id, np.array(prompt, np.int32), params, banned, output, handle, now, on_token, name)
-        handle.token_ids = output.token_ids
-        self.stats.num_requests += 1
-        self.stats.prompt_tokens += len(prompt)
-        self.stats.started_s = self.stats.started_s or now
-        self.observers.tell("on_submit", self, self.sequences[seq_id])
-        return handle
+
+    def _truncation(self, prompt_len: int, params: SamplingParams, limit: int) -> int | None:
+        """Where the pool itself ends the answer before anything else does."""
+        asked = min(params.max_tokens or self.max_len, self.max_len - prompt_len + 1)
+        return limit if limit < asked else None
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Answer all prompts (text or token ids), in their order; `params` is one for all or one for each."""
+        """Answer all prompts (text or token ids), in their order; `params` is one for all or one for each.
+
+        Where they ask for `n` choices, these stand side by side in the place of the one answer.
+        """
         if isinstance(prompts, str):
             raise RequestError("prompts: got one text, allowed: a list of prompts; put it in brackets", "prompts")
         wishes = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(wishes) != len(prompts):
             raise RequestError(f"params: got {len(wishes)} for {len(prompts)} prompts; give one, or one for each", "params")
-        handles: list[Handle] = []
+        groups: list[Group] = []
         try:
-            handles.extend(self.submit(self._encode(prompt), wish) for prompt, wish in zip(prompts, wishes, strict=True))
-            return [handle.result() for handle in handles]
+            groups.extend(self.submit_group(self._encode(prompt), wish) for prompt, wish in zip(prompts, wishes, strict=True))
+            return [completion for group in groups for completion in group.result()]
         except BaseException:  # nobody else holds them: a refused prompt leaves none of the others behind
-            for handle in handles:
-                handle.cancel()
+            for group in groups:
+                group.cancel()
             raise
 
     def cancel(self, handle: Handle) -> None:

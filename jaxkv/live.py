@@ -28,6 +28,7 @@ class Live:
     banned: tuple[int, ...]  # ids kept away until min_tokens
     output: Output
     handle: "Handle"
+    group: "Group"
     submitted_s: float
     on_token: OnToken | None = None
     name: str | None = None  # what logs and timelines call it
@@ -37,6 +38,7 @@ class Live:
     pause_s: float = 0.0
     num_parks: int = 0
     num_faults: int = 0  # steps that broke off because of it, since its last token
+    cached_tokens: int = 0
 
     @property
     def num_generated(self) -> int:
@@ -76,6 +78,8 @@ class Live:
             seed=self.params.seed,
             logprobs=self.output.logprobs,
             error=error,
+            choice=self.handle.choice,
+            cached_tokens=self.cached_tokens,
             num_parks=self.num_parks,
             pause_s=self.pause_s,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.submitted_s,
@@ -96,7 +100,7 @@ class RequestStats:
 
 @dataclass(slots=True)
 class Handle:
-    """A caller's view of one request: iterate for token ids, `result()` for the answer, `cancel()` to leave.
+    """A caller's view of one request, or of one choice of it: iterate for token ids, `result()` for the answer, `cancel()` to leave.
 
     Iterating and `result()` take engine steps, which serve every other request too.
     """
@@ -106,6 +110,7 @@ class Handle:
     token_ids: list[int] = field(default_factory=list)
     completion: Completion | None = None
     will_truncate_at: int | None = None  # the pool itself ends the answer here, with finish_reason "length"
+    choice: int = 0
 
     @property
     def done(self) -> bool:
@@ -140,3 +145,31 @@ class Handle:
             if self.done:
                 return
             self._engine.step()
+
+
+@dataclass(slots=True)
+class Group:
+    """A caller's view of one request with any number of choices, each of which has a handle of its own, in order."""
+
+    choices: list[Handle] = field(default_factory=list)
+    first_token_s: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all choices are complete."""
+        return all(handle.done for handle in self.choices)
+
+    @property
+    def finish_reason(self) -> str:
+        """How the request as a whole ended: an error or a cancel of one choice is one of the request, else as the first choice did."""
+        reasons = [handle.completion.finish_reason for handle in self.choices if handle.completion is not None]
+        return next((worst for worst in ("error", "cancelled") if worst in reasons), reasons[0])
+
+    def cancel(self) -> None:
+        """End all choices that have not ended."""
+        for handle in self.choices:
+            handle.cancel()
+
+    def result(self) -> list[Completion]:
+        """Step until all choices are complete."""
+        return [handle.result() for handle in self.choices]

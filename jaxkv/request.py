@@ -5,16 +5,18 @@ from dataclasses import dataclass, field
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+MAX_CHOICES = 128
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one sequence is generated.
+    """How one request is answered: all but its prompt.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `logprobs` None reports none, k >= 0 reports the chosen token's
-    and those of the k most likely (natural log of the model's own distribution, before penalties, bias and temperature).
+    and those of the k most likely (natural log of the model's own distribution, before penalties, bias and temperature). `n` choices have a
+    random key each. `cache_prompt` and `cache_salt` say with whom computed prompt pages may be shared; no answer depends on it.
     """
 
     max_tokens: int | None = None  # None: until a stop or the longest possible
@@ -32,7 +34,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    n: int = 1
     priority: int = 0  # lower is served first, and may have others parked; no answer depends on it
+    cache_prompt: bool = True
+    cache_salt: str = ""  # requests with different ones share nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Completion:
-    """The answer to one request. `finish_reason` is stop, length, cancelled or error (then `error` says why)."""
+    """The answer to one request, or one choice of it. `finish_reason` is stop, length, cancelled or error (then `error` says why)."""
 
     token_ids: list[int]
     text: str
@@ -55,6 +60,8 @@ class Completion:
     seed: int
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    choice: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the pool: depends on who was there before
     num_parks: int = 0
     pause_s: float = 0.0  # time spent off the device, all parks together
     ttft_s: float | None = None

@@ -115,6 +115,7 @@ def _describe(knobs: Knobs, row: int, sequence: Live) -> None:
     knobs.top_p[row], knobs.min_p[row], knobs.top_k[row] = p.top_p, p.min_p, p.top_k
     knobs.presence[row], knobs.frequency[row], knobs.repetition[row] = p.presence_penalty, p.frequency_penalty, p.repetition_penalty
     knobs.seed[row] = (p.seed >> 32, p.seed & 0xFFFFFFFF)
+    knobs.choice[row] = sequence.handle.choice
     knobs.num_generated[row] = sequence.num_generated
     knobs.wants_top[row] = bool(p.logprobs)
     if sequence.wants_history:

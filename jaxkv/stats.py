@@ -32,6 +32,19 @@ class EngineStats:
     started_s: float | None = None
     last_token_s: float | None = None
 
+    def count_submit(self, prompt_len: int, now: float) -> None:
+        """A request was taken; its prompt counts once, however many choices it asks for."""
+        self.num_requests += 1
+        self.prompt_tokens += prompt_len
+        self.started_s = self.started_s or now
+
+    def count_end(self, finish_reason: str, e2e_s: float) -> None:
+        """A request has ended, all its choices."""
+        self.e2e_s.append(e2e_s)
+        self.num_failed += finish_reason == "error"
+        self.num_cancelled += finish_reason == "cancelled"
+        self.num_completed += finish_reason not in ("error", "cancelled")
+
     @property
     def wall_s(self) -> float:
         """From the first request to the last token."""

@@ -191,7 +191,10 @@ def count_token(engine: "Engine", sequence: Live, now: float) -> None:
     stats.last_token_s = now
     if sequence.first_token_s is None:
         sequence.first_token_s = now
-        stats.ttft_s.append(now - sequence.submitted_s)
+        sequence.cached_tokens = engine.scheduler.cached_tokens(sequence.seq_id)
+        if sequence.group.first_token_s is None:
+            sequence.group.first_token_s = now
+            stats.ttft_s.append(now - sequence.submitted_s)
     elif sequence.last_token_s is not None:
         stats.token_gap_s.append(now - sequence.last_token_s)
     sequence.last_token_s = now

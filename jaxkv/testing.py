@@ -100,7 +100,9 @@ class FakeHandle:
         answer: Iterator[int],
         limit: int,
         on_token: "OnToken | None",
+        choice: int = 0,
     ) -> None:
+        self.choice = choice
         self.completion: Completion | None = None
         self._on_token = on_token
         self.will_truncate_at = limit if params.max_tokens is None or params.max_tokens > limit else None
@@ -159,8 +161,21 @@ class FakeHandle:
             out.finish(reason)
         ttft = None if self._first is None else self._first - self._began
         self.completion = Completion(
-            out.token_ids, out.text, reason, len(self._prompt), self._params.seed, out.logprobs, error, ttft_s=ttft, e2e_s=now - self._began
-        )
+            out.token_ids, out.text, reason, len(self._prompt), self._params.seed, out.logprobs, error, self.choice,
+            ttft_s=ttft, e2e_s=now - self._began,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    """The choices of one request."""
+
+    choices: list[FakeHandle]
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for handle in self.choices:
+            handle.cancel()
 
 
 OnToken = Callable[[FakeHandle, int], None]
@@ -200,10 +215,19 @@ class FakeEngine:
         self, prompt_ids: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None
     ) -> FakeHandle:
         """Put a request in the line; raise RequestError for a prompt that can never fit."""
+        return self.submit_group(prompt_ids, params, on_token=on_token, name=name).choices[0]
+
+    def submit_group(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None
+    ) -> FakeGroup:
+        """Put a request with `params.n` choices in the line."""
         limit = self.capacity - len(prompt_ids) + 1
         if limit < 1:
             raise RequestError(f"the prompt needs {len(prompt_ids)} tokens, the pool has {self.capacity}: raise pool.tokens", "prompt")
-        handle = FakeHandle(self, prompt_ids, params, self._tokens(tuple(prompt_ids), params), limit, on_token)
+        return FakeGroup([self._take(prompt_ids, params, limit, on_token, choice) for choice in range(params.n)])
+
+    def _take(self, prompt_ids: Sequence[int], params: SamplingParams, limit: int, on_token: OnToken | None, choice: int) -> FakeHandle:
+        handle = FakeHandle(self, prompt_ids, params, self._tokens(tuple(prompt_ids), params, choice), limit, on_token, choice)
         if tuple(prompt_ids) in self._failing:
             handle.end("error", "made to fail")
         self._live.append(handle)
@@ -234,8 +258,8 @@ class FakeEngine:
         """The completions of `prompts`, in their order."""
         each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         ids = [list(prompt.encode()) if isinstance(prompt, str) else prompt for prompt in prompts]
-        handles = [self.submit(prompt, one) for prompt, one in zip(ids, each, strict=True)]
-        return [handle.result() for handle in handles]
+        groups = [self.submit_group(prompt, one) for prompt, one in zip(ids, each, strict=True)]
+        return [handle.result() for group in groups for handle in group.choices]
 
     def status(self) -> FakeStatus:
         """How many run and how many wait."""
@@ -258,10 +282,10 @@ class FakeEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tokens(self, prompt: tuple[int, ...], params: SamplingParams) -> Iterator[int]:
+    def _tokens(self, prompt: tuple[int, ...], params: SamplingParams, choice: int) -> Iterator[int]:
         """The answer's tokens without end: what `answers` says or letters, then the end of text, then letters again."""
         known = self._answers.get(bytes(token % 256 for token in prompt).decode(errors="replace"))
-        letters = _letters(f"{prompt} {params.seed if params.temperature else None}")
+        letters = _letters(f"{prompt} {params.seed if params.temperature else None}{f' {choice}' if choice and params.temperature else ''}")
         yield from known.encode() if known is not None else (next(letters) for _ in range(3 + next(letters) % 38))
         if not params.ignore_eos:
             yield EOS_ID

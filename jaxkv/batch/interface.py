@@ -28,6 +28,13 @@ class BatchHandle(Protocol):
     def cancel(self) -> Any: ...
 
 
+class BatchGroup(Protocol):
+    """The choices of one prompt, in order."""
+
+    @property
+    def choices(self) -> Sequence[BatchHandle]: ...
+
+
 class BatchEngine(Protocol):
     """Takes requests and advances all of them step by step."""
 
@@ -43,7 +50,7 @@ class BatchEngine(Protocol):
     @property
     def messages(self) -> list[str]: ...
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, name: str | None = None) -> BatchHandle: ...
+    def submit_group(self, prompt_ids: Sequence[int], params: SamplingParams, *, name: str | None = None) -> BatchGroup: ...
 
     def step(self) -> Any: ...
 

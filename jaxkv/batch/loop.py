@@ -26,7 +26,7 @@ MAX_PROMPTS = 64  # of one line
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A line that the engine has, with a handle for each of its prompts."""
+    """A line that the engine has, with a handle for each choice of each of its prompts."""
 
     line: RawLine
     request: Request
@@ -111,7 +111,7 @@ class Loop:
         """All prompts of a line, or none of them."""
         try:
             for prompt in live.body.prompts:
-                live.handles.append(self._engine.submit(prompt, live.body.params, name=live.request.custom_id))
+                live.handles.extend(self._engine.submit_group(prompt, live.body.params, name=live.request.custom_id).choices)
         except RequestError:
             live.cancel()
             raise
@@ -142,8 +142,8 @@ class Loop:
         self._out.append(answer_line(custom_id, ordinal, answer, [completion.token_ids for completion in completions]))
         usage = answer["usage"]
         self._tally.count(Record(custom_id, ordinal, None, token_digest(token_ids), usage["prompt_tokens"], usage["completion_tokens"]))
-        for completion in completions:
-            self._tally.time(completion)
+        for first in range(0, len(completions), live.body.params.n):
+            self._tally.time(completions[first : first + live.body.params.n])
 
     def _fail(self, line: RawLine, custom_id: str | None, code: str, error: JaxkvError | str) -> None:
         self._out.append(error_line(custom_id, line.ordinal, line.where, code, error))

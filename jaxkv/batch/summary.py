@@ -47,12 +47,12 @@ class Tally:
         self.count(record)
         self.num_earlier += 1
 
-    def time(self, completion: Completion) -> None:
-        """Add the times of an answer made now."""
-        self.generated_now += len(completion.token_ids)
-        self.e2e_s.append(completion.e2e_s)
-        if completion.ttft_s is not None:
-            self.ttft_s.append(completion.ttft_s)
+    def time(self, choices: Sequence[Completion]) -> None:
+        """Add the times of an answer made now: its first token, and its last, of whichever choice."""
+        self.generated_now += sum(len(completion.token_ids) for completion in choices)
+        self.e2e_s.append(max(completion.e2e_s for completion in choices))
+        if first := [completion.ttft_s for completion in choices if completion.ttft_s is not None]:
+            self.ttft_s.append(min(first))
 
     def summary(self, wall_s: float) -> dict[str, Any]:
         """The figures. Tokens per second counts what was made in this run's `wall_s` seconds; `num_earlier` lines came from runs before."""

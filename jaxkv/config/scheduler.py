@@ -11,6 +11,7 @@ def scheduler_config(config: Config, *, num_pages: int, max_len: int, chunk_byte
         rows=s.rows,
         num_pages=num_pages,
         page_size=config.pool.page_size,
+        prefix_cache=config.pool.prefix_cache,
         prefill_chunk=s.prefill_chunk,
         max_len=max_len,
         chunk_pages=config.transfer.chunk_pages,

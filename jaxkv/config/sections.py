@@ -59,6 +59,9 @@ class PoolSection(Section):
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="what keys and values are stored in; auto is model.dtype"
     )
+    prefix_cache: bool = Field(
+        default=True, description="prompt pages stay in the pool, while there is room, for requests that begin alike; no answer changes"
+    )
 
 
 class SchedulerSection(Section):
@@ -154,6 +157,10 @@ class RequestSection(Section):
     )
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="how many likeliest tokens to report at each place of a chat")
     return_token_ids: bool | None = Field(default=None, description="put token_ids beside each choice's text")
+    return_cached_tokens: bool | None = Field(default=None, description="put the prompt tokens found in the pool into usage")
+    n: int | None = Field(default=None, ge=1, le=128, description="choices for each prompt, which share its pages")
+    cache_prompt: bool | None = Field(default=None, description="false shares prompt pages with no other request")
+    cache_salt: str | None = Field(default=None, description="requests with different ones share no prompt pages")
 
 
 class RunSection(Section):

@@ -24,7 +24,7 @@ class Frame:
 def build_answer(
     body: ParsedBody, completions: Sequence[Completion], frame: Frame, tokenizer: Tokenizer | None, truncates_at: int | None = None
 ) -> dict[str, Any]:
-    """The whole answer, one choice per completion, those of the first prompt first.
+    """The whole answer, one choice per completion, those of the first prompt first. Each prompt counts once in the usage.
 
     `truncates_at`: the number of tokens at which the pool ends it, where it might.
     """
@@ -33,6 +33,14 @@ def build_answer(
     choices_per_prompt = len(completions) // len(body.prompts)
     prompt_tokens = sum(completion.prompt_tokens for completion in completions[::choices_per_prompt])
     completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    if body.return_cached_tokens:  # only where asked for: it depends on who was there before
+        cached_tokens = sum(completion.cached_tokens for completion in completions[::choices_per_prompt])
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
     answer = {
         "id": frame.id,
         "object": "chat.completion" if is_chat else "text_completion",
@@ -40,11 +48,7 @@ def build_answer(
         "model": body.model or frame.model,
         "system_fingerprint": frame.system_fingerprint,
         "choices": [build_choice(index, body, completion, tokenizer) for index, completion in enumerate(completions)],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        },
+        "usage": usage,
         "seed": completions[0].seed,
     }
     return answer if truncates_at is None else answer | {"jaxkv": {"truncates_at": truncates_at}}

@@ -34,6 +34,7 @@ class ParsedBody:
     params: SamplingParams
     model: str | None = None
     return_token_ids: bool = False
+    return_cached_tokens: bool = False
     unknown: frozenset[str] = frozenset()
 
 
@@ -71,6 +72,7 @@ class BodyReader:
             params,
             values.get("model"),
             values.get("return_token_ids", False),
+            values.get("return_cached_tokens", False),
             frozenset(unknown | {str(name) for name in aside}),
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from jaxkv.errors import RequestError
 from jaxkv.openai.values import Reader, boolean, integer, logit_bias, number, shown, stop_strings, text, token_ids
 from jaxkv.request import (
+    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
@@ -42,7 +43,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
-    "n": (1,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
@@ -81,6 +81,10 @@ def readers(vocab_size: int) -> dict[str, Reader]:
         "repetition_penalty": number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
         "logit_bias": logit_bias(vocab_size, MAX_LOGIT_BIAS),
         "return_token_ids": boolean,
+        "return_cached_tokens": boolean,
+        "n": integer(1, MAX_CHOICES),
+        "cache_prompt": boolean,
+        "cache_salt": text,
         "priority": integer(MIN_PRIORITY, MAX_PRIORITY, "lower is served first"),
         "service_tier": text,
     }

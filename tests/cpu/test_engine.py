@@ -254,7 +254,7 @@ def test_a_callback_that_takes_a_step_ends_its_own_request_alone(shared: Engine)
 
 
 def test_a_handle_tells_where_its_request_is(shared: Engine) -> None:
-    handle = shared.submit(tiny.prompt(20), GREEDY)
+    handle = shared.submit(tiny.prompt(20, 77), GREEDY)
     assert (handle.stats.state, handle.stats.num_tokens, handle.stats.ttft_s) == ("waiting", 0, None)
     shared.step()
     assert handle.stats.state == "prefilling"

@@ -270,3 +270,15 @@ def test_paths_that_cannot_work_are_refused_before_an_engine_is_built(tmp_path: 
             run_batch(lambda: pytest.fail("built"), config(), [str(name) for name in inputs], output, summary, stdin=io.BytesIO())
         assert caught.value.exit_code == 2
     assert entries(good) == [line("a")]
+
+
+def test_n_choices_stand_in_one_answer_and_the_prompt_counts_once(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("a", "hello", n=3, max_tokens=5, ignore_eos=True, seed=1), line("b", ["x", "yz"], n=2, max_tokens=2))
+    ran = run(tmp_path)
+    a, b = (ran.by_id[name]["response"]["body"] for name in "ab")
+    assert [choice["index"] for choice in a["choices"]] == [0, 1, 2]
+    assert len({choice["text"] for choice in a["choices"]}) == 3
+    assert a["usage"] == {"prompt_tokens": 5, "completion_tokens": 15, "total_tokens": 20}
+    assert len(b["choices"]) == 4 and b["usage"]["prompt_tokens"] == 3
+    assert ran.summary["num_requests"] == 2
+    assert run(tmp_path).said == "batch: nothing is missing, so no model is loaded\n" + ran.said.splitlines(keepends=True)[-1]

@@ -52,6 +52,12 @@ def test_the_model_of_the_body_is_given_back() -> None:
     assert answer(Endpoint.CHAT, done(), body={"model": "mine"})["model"] == "mine"
 
 
+def test_cached_tokens_stand_in_the_usage_only_where_asked_for() -> None:
+    assert "prompt_tokens_details" not in answer(Endpoint.CHAT, done(cached_tokens=16))["usage"]
+    usage = answer(Endpoint.CHAT, done(cached_tokens=16), body={"return_cached_tokens": True})["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
 def test_an_answer_that_the_pool_may_end_says_where() -> None:
     assert answer(Endpoint.CHAT, done(), truncates_at=65)["jaxkv"] == {"truncates_at": 65}
 

@@ -56,12 +56,14 @@ def test_every_supported_field_reaches_the_parameters() -> None:
     fields = {"max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 2**64 - 1}
     more = {"stop": ["a", "b"], "stop_token_ids": [4], "ignore_eos": True, "presence_penalty": -2, "frequency_penalty": 2}
     last = {"repetition_penalty": 1.5, "logit_bias": {"256": -100}, "priority": -3}
+    last |= {"n": 3, "cache_prompt": False, "cache_salt": "mine", "return_cached_tokens": True}
     parsed = chat(**fields, **more, **last, logprobs=True, top_logprobs=20, return_token_ids=True, model="m")
     assert parsed.params == SamplingParams(
         max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=18446744073709551615, stop=("a", "b"),
         stop_token_ids=(4,), ignore_eos=True, presence_penalty=-2.0, frequency_penalty=2.0, repetition_penalty=1.5,
-        logit_bias={256: -100.0}, logprobs=20, priority=-3,
+        logit_bias={256: -100.0}, logprobs=20, n=3, cache_prompt=False, cache_salt="mine", priority=-3,
     )  # fmt: skip
+    assert parsed.return_cached_tokens
     assert (parsed.return_token_ids, parsed.model, parsed.unknown) == (True, "m", frozenset())
 
 
@@ -131,7 +133,12 @@ def test_fields_that_ask_for_nothing_are_fine() -> None:
         ("priority", 2**31, None),
         ("service_tier", 5, "service_tier: got 5, allowed: a string"),
         ("model", 5, "model: got 5, allowed: a string"),
-        ("n", 2, "n: got 2, which is not supported; leave it out or 1"),
+        ("n", 0, "n: got 0, allowed: a whole number from 1 to 128"),
+        ("n", 129, "n: got 129, allowed: a whole number from 1 to 128"),
+        ("n", 1.0, "n: got 1.0, allowed: a whole number from 1 to 128"),
+        ("cache_prompt", 0, "cache_prompt: got 0, allowed: true or false"),
+        ("cache_salt", 7, "cache_salt: got 7, allowed: a string"),
+        ("return_cached_tokens", "yes", 'return_cached_tokens: got "yes", allowed: true or false'),
         ("best_of", 2, "best_of: got 2, which is not supported; leave it out or 1"),
         ("echo", True, "echo: got true, which is not supported; leave it out or false"),
         ("suffix", "x", 'suffix: got "x", which is not supported; leave it out or ""'),
