@@ -43,7 +43,7 @@ test-accelerator: $(READY) ## the exactness tests on a GPU or TPU (needs one of 
 test-latest: ## the tests with Python 3.12 and the newest JAX that pyproject allows
 	@python=$$(.ci/find-python 3.12)
 	[ -x .venv-latest/bin/python ] || $$python -m venv .venv-latest
-	.venv-latest/bin/python -m pip install -qq --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
+	.venv-latest/bin/python -m pip install -qq --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev,server]'
 	.venv-latest/bin/python -m pip list --disable-pip-version-check | grep -iE '^(jax|jaxlib|flax|numpy|orbax-checkpoint) '
 	.venv-latest/bin/python -m pytest -m "not slow and not accelerator"
 
@@ -59,7 +59,7 @@ fix: $(READY) ## format, and mend what lint can mend
 	$(BIN)/ruff format .
 
 lock: $(READY) ## write requirements.lock anew from the ranges in pyproject.toml
-	@$(BIN)/pip-compile --quiet --extra dev --allow-unsafe --strip-extras --no-header --no-annotate --no-emit-index-url \
+	@$(BIN)/pip-compile --quiet --extra dev --extra server --allow-unsafe --strip-extras --no-header --no-annotate --no-emit-index-url \
 	  --no-emit-find-links --no-emit-trusted-host --upgrade --output-file requirements.lock pyproject.toml
 
 clean: ## remove everything that setting up and testing left

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxkv.batch.interface import BatchEngine, BatchHandle
@@ -18,6 +17,7 @@ from jaxkv.batch.write import OutputFile
 from jaxkv.config import Config
 from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.openai import BodyReader, Endpoint, Frame, ParsedBody, build_answer, derive_seed
+from jaxkv.openai.names import served_name
 from jaxkv.request import Completion
 
 Pending = tuple[RawLine, Request | LineError]
@@ -152,8 +152,3 @@ class Loop:
     def _show(self) -> None:
         tally = self._tally
         self._pace.show(View.of(self._engine.status(), tally.num_finished, tally.num_failed, self._num_lines))
-
-
-def served_name(path: str) -> str:
-    """What answers call the model: the last part of its path without `.gguf`, never a path of this machine."""
-    return Path(path).name.removesuffix(".gguf") or path

@@ -26,6 +26,7 @@ class Command:
 COMMANDS = {
     "demo": Command("Run", "eight chats through a pool that is too small, live"),
     "batch": Command("Run", "a file of requests in, a file of answers out (OpenAI batch format)"),
+    "serve": Command("Run", "an HTTP server with OpenAI's endpoints"),
     "simulate": Command("Experiments", "a load against the scheduler alone, on a simulated clock: policies compared"),
     "calibrate": Command("Experiments", "what a step and a copy take on this machine, for `simulate`"),
     "fetch": Command("Models", "download a known model into the cache folder"),

@@ -7,6 +7,7 @@ import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxkv.config.section import MAX_SEED, Section
+from jaxkv.config.server import ServerSection
 from jaxkv.config.workload import SimulateSection, SweepSection, WorkloadSection
 from jaxkv.scheduler.policies import RETURNS, VICTIMS
 
@@ -199,6 +200,7 @@ class Config(Section):
     request: RequestSection = RequestSection()
     log: LogSection = LogSection()
     run: RunSection = RunSection()
+    server: ServerSection = ServerSection()
     workload: WorkloadSection = WorkloadSection()
     simulate: SimulateSection = SimulateSection()
     sweep: SweepSection = SweepSection()

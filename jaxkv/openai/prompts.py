@@ -25,15 +25,21 @@ def read_messages(value: Any, tokenizer: Tokenizer | None) -> tuple[list[int], s
     """The token ids of a chat, and the names of message keys nobody knows, such as `messages[].mood`."""
     if tokenizer is None:
         raise RequestError(f"messages: {_NO_TOKENIZER}", "messages")
+    rendered, unknown = render_messages(value, tokenizer)
+    return _not_empty("messages", tokenizer.encode(rendered, add_special_tokens=False)), unknown
+
+
+def render_messages(value: Any, tokenizer: Tokenizer, *, add_generation_prompt: bool = True) -> tuple[str, set[str]]:
+    """A chat as the template writes it, and the names of message keys nobody knows."""
     if not isinstance(value, list) or not value:
         raise refuse("messages", value, "a list of at least one message")
     unknown: set[str] = set()
     messages = [_message(f"messages[{index}]", message, unknown) for index, message in enumerate(value)]
     try:
-        rendered = tokenizer.render_chat(messages)
+        rendered = tokenizer.render_chat(messages, add_generation_prompt)
     except Exception as error:  # a template is a program of the model's, and may refuse in any way it likes
         raise RequestError(f"messages: the chat template refused them: {error}", "messages") from error
-    return _not_empty("messages", tokenizer.encode(rendered, add_special_tokens=False)), unknown
+    return rendered, unknown
 
 
 def read_prompts(value: Any, tokenizer: Tokenizer | None, read_ids: Reader, most: int) -> list[list[int]]:

@@ -44,7 +44,7 @@ def test_make_targets_commands_and_fields_exist(path: Path):
         if called := re.match(r"(?:\.venv/bin/)?jaxkv ([a-z]+)", span):
             assert called[1] in COMMANDS, span
         if (
-            field := re.fullmatch(r"((?:model|pool|scheduler|transfer|mesh|debug|request|log|run|workload|simulate|sweep)\.\w+)", span)
+            field := re.fullmatch(r"((?:model|pool|scheduler|transfer|mesh|debug|request|log|run|server|workload|simulate|sweep)\.\w+)", span)
         ) and "." in span:
             is_file_or_call = any((ROOT / folder / span).exists() for folder in ("", *FOLDERS)) or span.endswith(".py")
             assert field[1] in all_fields() or is_file_or_call or hasattr_in_scheduler(span), span

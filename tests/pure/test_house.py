@@ -83,8 +83,13 @@ def test_random_keys_are_made_in_sampling_and_by_a_models_initialisers():
 
 
 def test_threads_live_in_the_service_only():
-    found = users(("threading", "concurrent.futures", "asyncio", "_thread"), "jaxkv", "models", "scheduler")
-    assert {path for path in found if not path.startswith("jaxkv/service")} == set()
+    found = users(("threading", "concurrent.futures", "_thread"), "jaxkv", "models", "scheduler")
+    assert set(found) == {"jaxkv/serve/service.py"}
+
+
+def test_event_loops_live_in_the_server_only():
+    found = users(("asyncio",), "jaxkv", "models", "scheduler")
+    assert {path for path in found if not path.startswith("jaxkv/serve/") and path != "jaxkv/cli/serve.py"} == set()
 
 
 def test_checkpoint_key_names_stand_in_the_loaders_only():

@@ -15,6 +15,7 @@ from jaxkv.extras import require_extra
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 LOCK = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if line and not line.startswith("#")]
 
 
@@ -76,19 +77,21 @@ def test_the_extras_are_those_that_are_promised():
 def test_the_lock_holds_exact_versions_and_no_address():
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in LOCK), LOCK
     locked = {line.partition("==")[0] for line in LOCK}
-    wanted = [*PYPROJECT["project"]["dependencies"], *PYPROJECT["project"]["optional-dependencies"]["dev"]]
+    wanted = [*PYPROJECT["project"]["dependencies"], *EXTRAS["dev"], *EXTRAS["server"]]
     assert {re.split(r"[<>=\[]", requirement)[0].lower() for requirement in wanted} <= locked
 
 
 def test_everything_imported_is_a_dependency_or_asked_for_by_its_extra():
     distribution = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "pydantic_core": "pydantic", "ml_dtypes": "ml-dtypes"}
     core = {re.split(r"[<>=]", requirement)[0] for requirement in PYPROJECT["project"]["dependencies"]}
+    server = {*core, "starlette", "h11"} | {re.split(r"[<>=]", need)[0].replace("-", "_") for need in EXTRAS["server"]}
     for path in [path for folder in ("jaxkv", "models", "scheduler") for path in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for root in {name.partition(".")[0] for name in names} - {"jaxkv"} - sys.stdlib_module_names:
-                assert distribution.get(root, root) in core, f"{path} imports {root}"
+                is_server = (ROOT / "jaxkv" / "serve") in path.parents
+                assert distribution.get(root, root) in (server if is_server else core), f"{path} imports {root}"
 
 
 def test_every_dependency_has_a_lower_bound_and_every_core_one_an_upper():

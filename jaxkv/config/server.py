@@ -1,0 +1,30 @@
+"""The fields of a server: where it listens, what it lets in, how long it waits. Knows no socket."""
+
+from pydantic import Field
+
+from jaxkv.config.section import Section
+
+
+class ServerSection(Section):
+    """How `jaxkv serve` meets its clients."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on; this one is for programs on the same machine")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    model_name: str | None = Field(
+        default=None, min_length=1, description="what clients call the model; null is the last part of model.path"
+    )
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="seconds after which any request ends, parked or not; null is no limit"
+    )
+    drain_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM")
+    max_waiting: int = Field(default=256, ge=1, description="sequences that may wait for a row; further requests are answered with 429")
+    max_prompts: int = Field(default=64, ge=1, description="prompts of one completion request")
+    max_body_mib: int = Field(default=8, ge=1, description="largest body of a request in MiB")
+    api_key_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file of API keys, one a line; $JAXKV_API_KEYS has more, with commas; none lets everybody in",
+    )
+    operator_key_file: str | None = Field(
+        default=None, min_length=1, description="file of keys for parks, restores and cancels by hand; $JAXKV_OPERATOR_KEYS has more"
+    )

@@ -1,0 +1,99 @@
+"""A streamed answer, piece by piece: the bodies of the events that OpenAI's clients expect, in their order.
+
+A choice begins with its role (chats only), goes on with text, and ends with a piece that has nothing but the finish reason; the usage comes
+last of all, in a piece without choices. Knows nothing of sockets, or of how events are written on one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxkv.openai.answers import Frame, chat_logprobs, text_logprobs
+from jaxkv.openai.body import Endpoint, ParsedBody
+from jaxkv.openai.prompts import Tokenizer
+from jaxkv.output import TextStream
+from jaxkv.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What a client wants beside the text."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+class Chunks:
+    """Makes the pieces of one answer. `usage` is told with each of them where that was asked for."""
+
+    def __init__(self, body: ParsedBody, frame: Frame, options: StreamOptions) -> None:
+        self._is_chat = body.endpoint is Endpoint.CHAT
+        self._options = options
+        self._head = {
+            "id": frame.id,
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": frame.created,
+            "model": body.model or frame.model,
+            "system_fingerprint": frame.system_fingerprint,
+        }
+
+    def role(self, index: int) -> dict[str, Any] | None:
+        """How a choice of a chat begins; a completion begins with its text."""
+        if not self._is_chat:
+            return None
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def end(self, index: int, finish_reason: str) -> dict[str, Any]:
+        """How a choice ends."""
+        content: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+
+    def chunk(self, choice: dict[str, Any], usage: dict[str, int], **extra: Any) -> dict[str, Any]:
+        """A piece with one choice."""
+        told = {"usage": usage} if self._options.continuous_usage else {"usage": None} if self._options.include_usage else {}
+        return {**self._head, "choices": [choice], **told, **extra}
+
+    def last(self, usage: dict[str, int]) -> dict[str, Any] | None:
+        """What follows the last choice, if anything."""
+        return {**self._head, "choices": [], "usage": usage} if self._options.include_usage else None
+
+
+class ChoicePieces:
+    """The text of one choice as it grows. Tokens without text (half a character, the beginning of a stop string) go with the next piece."""
+
+    def __init__(self, index: int, body: ParsedBody, tokenizer: Tokenizer | None) -> None:
+        self._index, self._body, self._tokenizer = index, body, tokenizer
+        self._is_chat = body.endpoint is Endpoint.CHAT
+        self._wants_ids = body.return_token_ids or tokenizer is None
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._stream: TextStream | None = None if tokenizer is None else tokenizer.stream()
+        self._offset = 0
+
+    def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], *, is_last: bool) -> dict[str, Any] | None:
+        """The choice of the next piece; None where there is nothing to say yet."""
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        has_rest = is_last and ((self._wants_ids and self._token_ids) or self._logprobs)
+        if not (text or has_rest or (self._tokenizer is None and self._token_ids)):
+            return None
+        ids = {"token_ids": self._token_ids} if self._wants_ids else {}
+        content: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        choice = {"index": self._index, **content, **ids, "logprobs": self._told_logprobs(), "finish_reason": None}
+        self._token_ids, self._logprobs = [], []
+        return choice
+
+    def _told_logprobs(self) -> dict[str, Any] | None:
+        if self._body.params.logprobs is None:
+            return None
+        if self._is_chat:
+            return chat_logprobs(self._logprobs, self._tokenizer)
+        return text_logprobs(self._logprobs, self._tokenizer, self._body.params.logprobs) | {"text_offset": self._offsets()}
+
+    def _offsets(self) -> list[int]:
+        """Characters of the answer before each token, counted on from the pieces before."""
+        offsets = []
+        for entry in self._logprobs:
+            offsets.append(self._offset)
+            self._offset += 0 if self._stream is None else len(self._stream.step(entry.token_id))
+        return offsets

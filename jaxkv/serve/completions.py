@@ -1,0 +1,57 @@
+"""The two routes that generate: /v1/chat/completions and /v1/completions. Knows no sequence's life."""
+
+import secrets
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from jaxkv.openai import Endpoint, Frame
+from jaxkv.serve.ask import read_ask
+from jaxkv.serve.leave import ClientLeft, unless_left
+from jaxkv.serve.reply import Reply
+from jaxkv.serve.site import Site, request_id
+from jaxkv.serve.sse import EventStream, JsonResponse
+
+_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
+_GONE = 499  # nobody reads it
+
+
+def completion_routes(site: Site) -> APIRouter:
+    """Both endpoints."""
+    routes = APIRouter()
+
+    @routes.post(Endpoint.CHAT.value, openapi_extra=_BODY)
+    async def chat(request: Request) -> Response:
+        """A chat's next message."""
+        return await complete(site, Endpoint.CHAT, request)
+
+    @routes.post(Endpoint.COMPLETION.value, openapi_extra=_BODY)
+    async def completion(request: Request) -> Response:
+        """What follows one or more prompts."""
+        return await complete(site, Endpoint.COMPLETION, request)
+
+    return routes
+
+
+async def complete(site: Site, endpoint: Endpoint, request: Request) -> Response:
+    """Read, submit, answer. Everything that can be refused is refused before a stream begins."""
+    site.service.check_open()
+    data = await site.read(request)
+    try:
+        reply = await unless_left(request.receive, begin(site, endpoint, data, request_id(request)))
+        if reply.is_stream:
+            return EventStream(reply.events(), reply.cancel)
+        return JsonResponse(await unless_left(request.receive, reply.whole()))
+    except ClientLeft:
+        return Response(status_code=_GONE)
+
+
+async def begin(site: Site, endpoint: Endpoint, data: bytes, name: str) -> Reply:
+    """The engine has the request when this returns."""
+    limit_s, reader = site.config.server.request_timeout_s, site.reader()
+    ask = await site.service.work(lambda: read_ask(endpoint, data, reader, site.model, limit_s))
+    inboxes = await site.service.submit(ask.body.prompts, ask.body.params, name)
+    kind = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
+    frame = Frame(f"{kind}-{secrets.token_hex(12)}", int(time.time()), site.model, site.engine.system_fingerprint)
+    return Reply(ask, inboxes, frame, site.service, reader.tokenizer)

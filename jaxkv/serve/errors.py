@@ -1,0 +1,116 @@
+"""Everything that can be wrong with a request, as a status and OpenAI's error body. Knows no route."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.errors import RequestError
+
+INVALID, UNAVAILABLE, INTERNAL = "invalid_request_error", "service_unavailable_error", "server_error"
+DO_NOT_RETRY = {"x-should-retry": "false"}  # for OpenAI's own client, which would send a 5xx again
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self, status: int, message: str, kind: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.code, self.param = status, kind, code, param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What clients read."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(error: RequestError) -> ApiError:
+    """The request cannot be served as it is written."""
+    return ApiError(400, str(error), INVALID, "invalid_request", error.param)
+
+
+def bad_json(reason: str) -> ApiError:
+    """The body cannot be read at all."""
+    return ApiError(400, f"the body is no JSON object: {reason}", INVALID, "invalid_json")
+
+
+def too_large(limit_mib: int) -> ApiError:
+    """The body is longer than the server reads."""
+    return ApiError(
+        413, f"the body is larger than {limit_mib} MiB, the most this server reads (server.max_body_mib)", INVALID, "body_too_large"
+    )
+
+
+def no_key() -> ApiError:
+    """A key is needed, and none or a wrong one came."""
+    message = "this server needs an API key; send a valid one as `Authorization: Bearer KEY`"
+    return ApiError(401, message, INVALID, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def not_operator() -> ApiError:
+    """The operator's key is needed."""
+    message = "this needs an operator key as `Authorization: Bearer KEY`; the server takes them from server.operator_key_file"
+    return ApiError(401, message, INVALID, "invalid_operator_key", headers={"www-authenticate": "Bearer"})
+
+
+def foreign_origin() -> ApiError:
+    """A web page of another site sent its visitor's browser here."""
+    return ApiError(403, "requests from web pages of other sites are not served", INVALID, "foreign_origin")
+
+
+def no_model(asked: str, served: str) -> ApiError:
+    """Another model is asked for than the one there is."""
+    return ApiError(404, f"model: got {asked!r}, this server has {served!r}", INVALID, "model_not_found", "model")
+
+
+def no_route(method: str, path: str) -> ApiError:
+    """Nothing answers to this path."""
+    return ApiError(404, f"there is nothing at {method} {path[:200]}", INVALID, "not_found")
+
+
+def wrong_method(method: str, path: str, allowed: str | None) -> ApiError:
+    """The path is there, for other methods."""
+    hint = f"; allowed: {allowed}" if allowed else ""
+    return ApiError(405, f"{path[:200]} does not answer to {method}{hint}", INVALID, "method_not_allowed", headers={"allow": allowed or ""})
+
+
+def queue_full(num_waiting: int, most: int, after_s: int) -> ApiError:
+    """Enough are waiting."""
+    message = f"{num_waiting} sequences wait for a row, and at most {most} may (server.max_waiting); try again in {after_s} s"
+    return ApiError(429, message, "rate_limit_error", "queue_full", headers={"retry-after": str(after_s)})
+
+
+def loading() -> ApiError:
+    """The engine is not there yet."""
+    return ApiError(503, "the model is loading; try again soon", UNAVAILABLE, "loading", headers={"retry-after": "2"})
+
+
+def stopping() -> ApiError:
+    """The server is on its way out."""
+    return ApiError(503, "the server is shutting down", UNAVAILABLE, "shutting_down", headers={"retry-after": "10"})
+
+
+def broken() -> ApiError:
+    """The engine is no more."""
+    return ApiError(503, "the engine has stopped after a fault; the server's log has the reason", UNAVAILABLE, "engine_stopped")
+
+
+def deadline(seconds: float) -> ApiError:
+    """It took too long."""
+    return ApiError(503, f"the request did not end within its {seconds:g} s", UNAVAILABLE, "deadline_exceeded", headers=DO_NOT_RETRY)
+
+
+def cancelled() -> ApiError:
+    """Somebody at the server ended it."""
+    return ApiError(503, "the request was cancelled by the server's operator", UNAVAILABLE, "cancelled", headers=DO_NOT_RETRY)
+
+
+def engine_error() -> ApiError:
+    """One request failed; why may name what clients should not see, so only the log tells."""
+    return ApiError(500, "the engine could not finish this request; the server's log has the reason", INTERNAL, "engine_error")
+
+
+def internal() -> ApiError:
+    """A fault of ours."""
+    return ApiError(500, "something went wrong in the server; its log has more", INTERNAL, "internal_error")

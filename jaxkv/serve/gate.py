@@ -1,0 +1,97 @@
+"""What every request passes first: its id, where it comes from, its key, its size. And the last net for faults of ours. Knows no route.
+
+Plain ASGI around the application, so that no framework's own error body gets out.
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import orjson
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxkv.observe.events import Event
+from jaxkv.serve import errors
+from jaxkv.serve.errors import ApiError
+from jaxkv.serve.keys import Keys, bearer
+
+logger = logging.getLogger("jaxkv")
+OPEN_PATHS = frozenset({"/health", "/version"})  # for probes, which have no key
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Gate:
+    """Lets a request through to `app`, or answers it."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, operator_keys: Keys, max_body_mib: int) -> None:
+        self._app, self._keys, self._operator_keys, self._max_body_mib = app, keys, operator_keys, max_body_mib
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers.get("x-request-id"))
+        scope.setdefault("state", {})["request_id"] = request_id
+        has_started = has_ended = False
+
+        async def tell(message: Message) -> None:
+            nonlocal has_started, has_ended
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+            has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            self._check(scope["path"], headers)
+            await self._app(scope, receive, tell)
+        except ApiError as error:
+            await answer(error, tell)
+        except Exception as error:  # its message may quote a prompt: only where it was raised is told
+            logger.error(Event("failed", {"request_id": request_id, "path": scope["path"], "reason": _place(error)}))
+            if not has_started:
+                await answer(errors.internal(), tell)
+            elif not has_ended:
+                raise ConnectionError("the answer broke off") from None
+
+    def _check(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raise ApiError for one that is not let in."""
+        origin, host = headers.get("origin"), headers.get("host", "")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            raise errors.foreign_origin()
+        key = bearer(headers.get("authorization"))
+        if self._keys and path not in OPEN_PATHS and not self._keys.accept(key) and not self._operator_keys.accept(key):
+            raise errors.no_key()
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._max_body_mib * 2**20:
+            raise errors.too_large(self._max_body_mib)
+
+
+async def answer(error: ApiError, send: Send) -> None:
+    """Send an error as it is."""
+    body = orjson.dumps(error.body)
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    if error.status == 413:
+        headers["connection"] = "close"  # what was not read is not read
+    raw = [(name.encode(), value.encode()) for name, value in headers.items() if value]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _request_id(given: str | None) -> str:
+    """The client's own id where it is one, else a new one."""
+    return given if given is not None and _ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def _place(error: BaseException) -> str:
+    """Type and last place of an error, without what it says."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else f" in {trace.tb_frame.f_globals.get('__name__')}:{trace.tb_lineno}"
+    return type(error).__name__ + where

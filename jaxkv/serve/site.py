@@ -1,0 +1,66 @@
+"""What all routes share: the service, the configuration, the model's name, and how bodies are read. Owns no route."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from jaxkv.config import Config
+from jaxkv.openai import BodyReader
+from jaxkv.openai.names import served_name
+from jaxkv.serve import errors
+from jaxkv.serve.interface import ServeEngine
+from jaxkv.serve.keys import Keys
+from jaxkv.serve.service import Service
+
+
+@dataclass(frozen=True)
+class Site:
+    """One server."""
+
+    config: Config
+    service: Service
+    keys: Keys = field(default_factory=lambda: Keys(()))
+    operator_keys: Keys = field(default_factory=lambda: Keys(()))
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model(self) -> str:
+        """What clients call the model."""
+        return self.config.server.model_name or served_name(self.config.model.path)
+
+    @property
+    def engine(self) -> ServeEngine:
+        """The engine; raises ApiError while there is none."""
+        return self.service.check_open()
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and answer together: the model's limit, or what the pool holds."""
+        return min(self.engine.max_len, self.engine.capacity)
+
+    def reader(self) -> BodyReader:
+        """Reads bodies for the model that is served."""
+        defaults = self.config.request.model_dump(exclude_none=True)
+        return BodyReader(self.engine.tokenizer, self.engine.model_config.vocab_size, defaults, self.config.server.max_prompts)
+
+    async def read(self, request: Request) -> bytes:
+        """A request's body, up to the largest that is read."""
+        most, parts, length = self.config.server.max_body_mib, [], 0
+        async for part in request.stream():
+            length += len(part)
+            if length > most * 2**20:
+                raise errors.too_large(most)
+            parts.append(part)
+        return b"".join(parts)
+
+
+def request_id(request: Request) -> str:
+    """The id that the gate gave it."""
+    return str(request.scope["state"]["request_id"])
+
+
+def query(request: Request, name: str) -> Any:
+    """A parameter of the address, or None."""
+    return request.query_params.get(name)

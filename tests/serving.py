@@ -1,0 +1,126 @@
+"""A server around an engine that needs no model, on a socket of its own: what the tests of the server share."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+
+from jaxkv.config import Config, load_config
+from jaxkv.serve.app import build_app
+from jaxkv.serve.keys import Keys
+from jaxkv.serve.run import Web, listen, web_config
+from jaxkv.serve.service import Service
+from jaxkv.serve.site import Site
+from jaxkv.testing import FakeEngine, FakeHandle
+
+
+class ServedFake(FakeEngine):
+    """A fake engine with the numbers, states and pauses that a server looks at. Those in `parked` make no tokens."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.handles: dict[int, Any] = {}
+        self.parked: set[int] = set()
+        self.fault: BaseException | None = None
+        self.num_faults = 1000  # steps that raise it
+
+    def submit(self, prompt_ids: Any, params: Any, *, on_token: Any = None, name: str | None = None) -> Any:
+        handle: Any = super().submit(prompt_ids, params, on_token=on_token, name=name)
+        handle.seq_id, handle.output, handle.stats = len(self.handles), handle._output, SimpleNamespace(state="waiting")
+        self.handles[handle.seq_id] = handle
+        return handle
+
+    def live(self, seq_id: int) -> Any:
+        return self.handles[seq_id]
+
+    def step(self) -> None:
+        if self.fault is not None and self.num_faults:
+            self.num_faults -= 1
+            raise self.fault
+        going, away = self._live, [h for h in self._live if h.seq_id in self.parked]
+        self._live = [handle for handle in going if handle.seq_id not in self.parked]
+        for handle in self._live[: self._rows]:
+            handle.stats.state = "decoding"
+        super().step()
+        for handle in away:
+            handle.stats.state = "parked"
+        self._live = [handle for handle in going if not handle.done]
+
+    @property
+    def num_live(self) -> int:
+        return len([handle for handle in self.handles.values() if not handle.done])
+
+
+def config(**server: Any) -> Config:
+    """A configuration of a model that is never loaded, called `small`."""
+    return load_config({"model": {"path": "models/small.gguf"}, "pool": {"tokens": 4096}, "server": server})
+
+
+@asynccontextmanager
+async def site(
+    engine: Any = None, *, keys: tuple[str, ...] = (), operator_keys: tuple[str, ...] = (), **server: Any
+) -> AsyncIterator[Site]:
+    """What all routes share, with the engine ready (a factory may be given, for one that is not)."""
+    settings = config(**server)
+    make = engine if callable(engine) else lambda check: engine or ServedFake()
+    service = Service(make, max_waiting=settings.server.max_waiting)
+    try:
+        if not callable(engine):
+            await service.wait_ready()
+        yield Site(settings, service, Keys(keys), Keys(operator_keys))
+    finally:
+        assert await service.close(5), "the engine's thread did not end"
+
+
+@asynccontextmanager
+async def client(engine: Any = None, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client that calls the application directly."""
+    async with site(engine, **settings) as made, client_of(made) as found:
+        yield found
+
+
+def client_of(made: Site) -> httpx2.AsyncClient:
+    """A client of a site without a socket."""
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(build_app(made)), base_url="http://server")
+
+
+@asynccontextmanager
+async def listening(engine: Any = None, **settings: Any) -> AsyncIterator[tuple[Site, str]]:
+    """A server on a real socket; the address to reach it."""
+    async with site(engine, **settings) as made:
+        sock = listen("127.0.0.1", 0)
+        web = Web(web_config(made))
+        serving = asyncio.create_task(web.serve([sock]))
+        while not web.started:
+            await asyncio.sleep(0.005)
+        try:
+            yield made, f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            web.should_exit = True
+            await made.service.close(5)
+            await serving
+
+
+async def until(condition: Any, seconds: float = 5.0) -> None:
+    """Wait for a condition; fails after so long."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    """The body of a chat of one message."""
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream: bodies, "[DONE]", and comments as `: words`."""
+    parts = [part for part in text.split("\n\n") if part]
+    return [part if part.startswith(":") or part == "data: [DONE]" else json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+__all__ = ["FakeHandle", "ServedFake", "chat", "client", "client_of", "config", "events", "listening", "site", "until"]
