@@ -126,7 +126,7 @@ def test_a_number_with_an_exponent_is_a_number_in_a_file(tmp_path):
         (
             ["--zzz.qqq", "x"],
             "unknown field 'zzz.qqq', valid sections: model, pool, scheduler, transfer, mesh, debug, request, log, run, "
-            "workload, simulate, sweep",
+            "server, workload, simulate, sweep",
         ),
         (["--pool.tokens"], "--pool.tokens needs a value: integer >= 1 | null"),
         (["--pool.tokens", "--debug.planner", "true"], "--pool.tokens needs a value: integer >= 1 | null"),

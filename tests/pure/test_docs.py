@@ -7,6 +7,7 @@ import pytest
 
 from jaxkv.cli.main import COMMANDS
 from jaxkv.config.fields import all_fields
+from jaxkv.config.sections import Config
 
 ROOT = Path(__file__).parents[2]
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,9 +44,7 @@ def test_make_targets_commands_and_fields_exist(path: Path):
             assert made[1] in targets, span
         if called := re.match(r"(?:\.venv/bin/)?jaxkv ([a-z]+)", span):
             assert called[1] in COMMANDS, span
-        if (
-            field := re.fullmatch(r"((?:model|pool|scheduler|transfer|mesh|debug|request|log|run|server|workload|simulate|sweep)\.\w+)", span)
-        ) and "." in span:
+        if field := re.fullmatch(rf"((?:{'|'.join(Config.model_fields)})\.\w+)", span):
             is_file_or_call = any((ROOT / folder / span).exists() for folder in ("", *FOLDERS)) or span.endswith(".py")
             assert field[1] in all_fields() or is_file_or_call or hasattr_in_scheduler(span), span
 
