@@ -28,8 +28,8 @@ class ServedFake(FakeEngine):
         self.fault: BaseException | None = None
         self.num_faults = 1000  # steps that raise it
 
-    def submit(self, prompt_ids: Any, params: Any, *, on_token: Any = None, name: str | None = None) -> Any:
-        handle: Any = super().submit(prompt_ids, params, on_token=on_token, name=name)
+    def _take(self, *args: Any) -> Any:
+        handle: Any = super()._take(*args)
         handle.seq_id, handle.output, handle.stats = len(self.handles), handle._output, SimpleNamespace(state="waiting")
         self.handles[handle.seq_id] = handle
         return handle

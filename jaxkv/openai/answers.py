@@ -30,17 +30,6 @@ def build_answer(
     """
     is_chat = body.endpoint is Endpoint.CHAT
     build_choice = _chat_choice if is_chat else _text_choice
-    choices_per_prompt = len(completions) // len(body.prompts)
-    prompt_tokens = sum(completion.prompt_tokens for completion in completions[::choices_per_prompt])
-    completion_tokens = sum(len(completion.token_ids) for completion in completions)
-    usage: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-    if body.return_cached_tokens:  # only where asked for: it depends on who was there before
-        cached_tokens = sum(completion.cached_tokens for completion in completions[::choices_per_prompt])
-        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
     answer = {
         "id": frame.id,
         "object": "chat.completion" if is_chat else "text_completion",
@@ -48,10 +37,25 @@ def build_answer(
         "model": body.model or frame.model,
         "system_fingerprint": frame.system_fingerprint,
         "choices": [build_choice(index, body, completion, tokenizer) for index, completion in enumerate(completions)],
-        "usage": usage,
+        "usage": build_usage(body, completions),
         "seed": completions[0].seed,
     }
     return answer if truncates_at is None else answer | {"jaxkv": {"truncates_at": truncates_at}}
+
+
+def build_usage(body: ParsedBody, completions: Sequence[Completion]) -> dict[str, Any]:
+    """What was read and made; each prompt counts once, however many choices it has."""
+    firsts = completions[:: len(completions) // len(body.prompts)]
+    prompt_tokens = sum(completion.prompt_tokens for completion in firsts)
+    completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    if body.return_cached_tokens:  # only where asked for: it depends on who was there before
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(completion.cached_tokens for completion in firsts)}
+    return usage
 
 
 def error_body(error: Exception | str, code: str, kind: str = "invalid_request_error") -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Chunks:
         told = {"usage": usage} if self._options.continuous_usage else {"usage": None} if self._options.include_usage else {}
         return {**self._head, "choices": [choice], **told, **extra}
 
-    def last(self, usage: dict[str, int]) -> dict[str, Any] | None:
+    def last(self, usage: dict[str, Any]) -> dict[str, Any] | None:
         """What follows the last choice, if anything."""
         return {**self._head, "choices": [], "usage": usage} if self._options.include_usage else None
 

@@ -10,8 +10,10 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from jaxkv.openai import Frame, build_answer
+from jaxkv.openai.answers import build_usage
 from jaxkv.openai.chunks import ChoicePieces, Chunks
 from jaxkv.openai.prompts import Tokenizer
+from jaxkv.request import Completion
 from jaxkv.serve import errors
 from jaxkv.serve.ask import Ask
 from jaxkv.serve.inbox import Inbox
@@ -52,8 +54,7 @@ class Reply:
                 await self._wait(None)
         finally:
             self.cancel()
-        completions = [inbox.completion for inbox in self._inboxes if inbox.completion is not None]
-        return build_answer(self._ask.body, completions, self._frame, self._tokenizer, self._truncates_at)
+        return build_answer(self._ask.body, self._completions, self._frame, self._tokenizer, self._truncates_at)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events; what goes wrong is one of them. Whoever stops reading calls `cancel`."""
@@ -63,7 +64,7 @@ class Reply:
                     yield part
                 if not all(self._has_ended) and not await self._wait(KEEP_ALIVE_S):
                     yield comment("keep-alive")
-            if (last := self._chunks.last(self._usage)) is not None:
+            if (last := self._chunks.last(build_usage(self._ask.body, self._completions))) is not None:
                 yield event(last)
         except errors.ApiError as error:
             yield event(error.body)
@@ -123,6 +124,10 @@ class Reply:
             return False
         wake.clear()
         return True
+
+    @property
+    def _completions(self) -> list[Completion]:
+        return [inbox.completion for inbox in self._inboxes if inbox.completion is not None]
 
     @property
     def _truncates_at(self) -> int | None:

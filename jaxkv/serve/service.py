@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jaxkv.errors import JaxkvError
+from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.observe.events import Event
 from jaxkv.request import Completion, SamplingParams
 from jaxkv.serve import errors
@@ -113,12 +113,19 @@ class Service:
             self._calls.discard(future)
 
     async def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, name: str) -> list[Inbox]:
-        """Take a request, all of its sequences or none. Raises RequestError for one that can never be served, ApiError for one too many."""
+        """Take a request, all of its sequences or none: the choices of the first prompt, those of the second, and so on.
+
+        Raises RequestError for one that can never be served, ApiError for one too many.
+        """
         self.check_open()
-        if self._waiting and len(self._waiting) + len(prompts) > self.max_waiting:
+        wake, num = asyncio.Event(), len(prompts) * params.n
+        if num > self.max_waiting:
+            raise RequestError(
+                f"the request asks for {num} sequences (prompts times n), allowed: {self.max_waiting} (server.max_waiting)", "n"
+            )
+        if len(self._waiting) + num > self.max_waiting:
             raise errors.queue_full(len(self._waiting), self.max_waiting, self.retry_after_s())
-        wake = asyncio.Event()
-        inboxes = [Inbox(wake) for _ in prompts]
+        inboxes = [Inbox(wake) for _ in range(num)]
         self._waiting.update(inboxes)
         self.num_busy += len(inboxes)
         try:
@@ -288,7 +295,7 @@ class Service:
         handles: list[ServeHandle] = []
         try:
             for prompt in prompts:
-                handles.append(engine.submit(prompt, params, on_token=self._on_token, name=name))
+                handles.extend(engine.submit_group(prompt, params, on_token=self._on_token, name=name).choices)
         except Exception:
             for handle in handles:
                 handle.cancel()

@@ -111,6 +111,25 @@ def test_streams_and_whole_answers_say_the_same():
     run(check())
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_prompt_may_have_several_choices(is_stream):
+    body = {"prompt": ["ab", "cd"], "n": 2, "seed": 5, "max_tokens": 8, "stream": is_stream, "stream_options": None}
+    if is_stream:
+        body["stream_options"] = {"include_usage": True}
+    found = ask(COMPLETION, body)
+    if is_stream:
+        pieces = [piece for piece in events(found.text) if isinstance(piece, dict)]
+        texts = ["".join(c["text"] for piece in pieces for c in piece["choices"] if c["index"] == index) for index in range(4)]
+        usage = pieces[-1]["usage"]
+    else:
+        texts, usage = [choice["text"] for choice in found.json()["choices"]], found.json()["usage"]
+    alone = [
+        choice["text"] for choice in ask(COMPLETION, {**body, "prompt": "cd", "stream": False, "stream_options": None}).json()["choices"]
+    ]
+    assert len(set(texts)) == 4 and texts[2:] == alone
+    assert usage["prompt_tokens"] == 4 and usage["completion_tokens"] >= 4 * 3
+
+
 def test_a_streamed_chat_has_logprobs_of_every_token():
     pieces = events(ask(CHAT, chat(stream=True, logprobs=True, top_logprobs=1), engine=speaker("né")).text)
     entries = [e for piece in pieces[:-1] if (told := piece["choices"][0]["logprobs"]) for e in told["content"]]
@@ -169,6 +188,10 @@ REFUSED = [
         *(COMPLETION, {"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
         "echo: got true, which is not supported; leave it out or false",
     ),
+    (
+        *(COMPLETION, {"prompt": ["x"] * 2, "n": 10}, "n"),
+        "the request asks for 20 sequences (prompts times n), allowed: 16 (server.max_waiting)",
+    ),
     (COMPLETION, {"prompt": ["x"] * 3}, "prompt", "prompt: got a list of 3 prompts, allowed: 2; give each its own request"),
     (COMPLETION, {"prompt": "x" * 30}, "prompt", "the prompt needs 30 tokens, the pool has 25: raise pool.tokens"),
     (COMPLETION, {"prompt": "x" * 30, "stream": True}, "prompt", "the prompt needs 30 tokens, the pool has 25: raise pool.tokens"),
@@ -177,7 +200,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("path", "body", "param", "message"), REFUSED)
 def test_what_cannot_be_served_is_refused_with_what_to_change(path, body, param, message):
-    found = ask(path, body, engine=ServedFake(capacity=25), max_prompts=2)
+    found = ask(path, body, engine=ServedFake(capacity=25), max_prompts=2, max_waiting=16)
     assert (found.status_code, found.json()) == error(400, message, INVALID, "invalid_request", param)
     assert found.headers["content-type"] == "application/json"
 
