@@ -6,10 +6,13 @@ write there, and nobody reads it. Lists of per-layer arrays are updated in place
 (docs/ARCHITECTURE.md has the figures).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -72,6 +75,29 @@ def allocate(layout: PoolLayout, mesh: Mesh) -> PoolArrays:
         return jnp.zeros(shape, layout.storage, device=sharding)
 
     return [(zeros(), zeros()) for _ in range(layout.num_layers)]
+
+
+class PoolHolder:
+    """The one place that holds the pool's arrays, which every program that writes them replaces."""
+
+    def __init__(self, arrays: PoolArrays, gather: Callable[..., Any], scatter: Callable[..., Any]) -> None:
+        self.arrays = arrays
+        self._gather = gather
+        self._scatter = scatter
+
+    @property
+    def sharding(self) -> Any:
+        """Where the pool's pages live."""
+        return self.arrays[0][0].sharding
+
+    def gather(self, ids: np.ndarray) -> tuple[PoolArrays, Array]:
+        """Copies of some pages, and their checksum."""
+        return self._gather(self.arrays, ids)
+
+    def scatter(self, pages: PoolArrays, ids: np.ndarray) -> Array:
+        """Write pages into the pool; returns the checksum of what was written."""
+        self.arrays, checksum = self._scatter(self.arrays, pages, ids)
+        return checksum
 
 
 def encode(x: Array, layout: PoolLayout) -> Array:

@@ -18,10 +18,10 @@ from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.fingerprint import early_facts, fingerprint, fingerprint_facts
 from jaxkv.interrupt import check_interrupt
 from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint
-from jaxkv.pool import PoolLayout, allocate, pool_sharding, storage_dtype
+from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding, storage_dtype
 from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
-from jaxkv.transfer import HostMemory, PoolHolder, Transfer, TransferSettings, probe_host_memory
+from jaxkv.transfer import HostMemory, Transfer, TransferSettings, probe_host_memory
 
 MIB = 2**20
 MIN_ROWS = 2  # compiled decode width: never one row

@@ -11,7 +11,6 @@ Knows nothing of requests or rows: chunks come in, chunks that arrived go out.
 """
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from jaxkv.pool import TRASH_PAGE, PoolArrays, PoolLayout
+from jaxkv.pool import TRASH_PAGE, PoolArrays, PoolHolder, PoolLayout
 from jaxkv.scheduler import Chunk
 
 HOST_KIND = "pinned_host"
@@ -140,7 +139,7 @@ class TransferSettings:
 class Transfer:
     """Owns what lies in host memory and the copies in flight. `pool` is the one holder of the pool's arrays; scatters replace them."""
 
-    def __init__(self, pool: "PoolHolder", layout: PoolLayout, host: HostMemory, settings: TransferSettings) -> None:
+    def __init__(self, pool: PoolHolder, layout: PoolLayout, host: HostMemory, settings: TransferSettings) -> None:
         self._pool = pool
         self._layout = layout
         self._host = host
@@ -278,29 +277,6 @@ class Transfer:
         if waited > self._settings.timeout_s:
             _fail_once(flight, f"a copy was not done after {waited:.1f} s, transfer.timeout_s allows {self._settings.timeout_s}", landed)
         return False
-
-
-class PoolHolder:
-    """The one place that holds the pool's arrays, which every program that writes them replaces."""
-
-    def __init__(self, arrays: PoolArrays, gather: Callable[..., Any], scatter: Callable[..., Any]) -> None:
-        self.arrays = arrays
-        self._gather = gather
-        self._scatter = scatter
-
-    @property
-    def sharding(self) -> Any:
-        """Where the pool's pages live."""
-        return self.arrays[0][0].sharding
-
-    def gather(self, ids: np.ndarray) -> tuple[PoolArrays, Array]:
-        """Copies of some pages, and their checksum."""
-        return self._gather(self.arrays, ids)
-
-    def scatter(self, pages: PoolArrays, ids: np.ndarray) -> Array:
-        """Write pages into the pool; returns the checksum of what was written."""
-        self.arrays, checksum = self._scatter(self.arrays, pages, ids)
-        return checksum
 
 
 def _fail_once(flight: Outbound | Inbound, reason: str, landed: Landed) -> None:

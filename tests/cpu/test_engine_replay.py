@@ -1,6 +1,7 @@
 """A sequence without an image is computed again to the byte: logprobs, text, usage and finish reason, in both precisions."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.engine import Engine
+from jaxkv.models.tokenizer import ByteTokenizer
 from jaxkv.request import SamplingParams
 from jaxkv.scheduler import State
 from tests.cpu import tiny
@@ -140,3 +142,22 @@ def test_a_damaged_image_is_replayed_and_the_next_owner_of_its_pages_notices_not
         (line,) = [record.getMessage() for record in caplog.records if "lost" in record.getMessage()]
         assert "a parked image came back damaged: checksum 0x" in line
         assert tiny.content(tiny.run(made, [tiny.prompt(8)], wish)[0]) == expected[0]
+
+
+def test_a_stop_string_and_a_character_cut_in_two_by_a_replay_come_out_as_alone() -> None:
+    """One byte a token, dropped after every one: the detokenizer's and the stop strings' buffers stay with the request."""
+    free = SamplingParams(max_tokens=40, temperature=1.0, seed=4, ignore_eos=True, logprobs=1)
+    tokenizer = ByteTokenizer([f"<{i}>" for i in range(tiny.VOCAB - 256)])
+    seen: list[list[Any]] = []
+    for every in (0, 1):
+        with tiny.engine(scheduler__host_budget_mib=0, debug__park_every=every, pool__tokens=128) as made:
+            object.__setattr__(made.parts.checkpoint, "tokenizer", tokenizer)
+            text = tiny.run(made, [tiny.prompt(8)], free)[0].text
+            stop = text[11:14]
+            wishes = [free, replace(free, stop=(stop,)), replace(free, stop=(stop + "never",))]
+            seen.append(list(map(tiny.content, tiny.run(made, [tiny.prompt(8)] * 3, wishes))))
+            assert (made.scheduler.counters.num_parks_dropped > 60) == bool(every)
+    expected = seen[0]
+    assert seen[1] == expected
+    assert [content[3] for content in expected] == ["length", "stop", "length"]
+    assert expected[1][1] == text[: text.index(stop)] and "\ufffd" in text

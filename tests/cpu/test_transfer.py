@@ -12,11 +12,11 @@ import pytest
 
 import jaxkv.transfer
 from jaxkv.engine import Engine
-from jaxkv.pool import PoolLayout, pool_sharding
+from jaxkv.pool import PoolHolder, PoolLayout, pool_sharding
 from jaxkv.programs import compile_program, transfer_recipes
 from jaxkv.request import SamplingParams
 from jaxkv.scheduler import Chunk
-from jaxkv.transfer import HostChunk, HostMemory, Landed, PoolHolder, Transfer, TransferSettings, probe_host_memory
+from jaxkv.transfer import HostChunk, HostMemory, Landed, Transfer, TransferSettings, probe_host_memory
 from tests.cpu import tiny
 from tests.cpu.checkpoints import one_device
 
