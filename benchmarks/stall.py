@@ -4,10 +4,10 @@ What to expect. A park is a gather (pages into staging, in line with the steps, 
 steps; a restore is the mirror. So a bystander's gap may grow by the gather or the scatter of one step's chunks, and by what the copy takes
 away from the memory bandwidth. The promise: never by more than one step. Compared in the same run:
 
-* staged or hold, waiting for copies (blocking) or not, and with the victim's pages in one piece or scattered over the pool;
+* direct, staged or hold, waiting for copies (blocking) or not, and with the victim's pages in one piece or scattered over the pool;
 * none: nobody is parked; forced: the longest is parked again and again; natural: chats outgrow the pool;
 * a park of n bytes, and its restore, against a plain memcpy of n bytes by one thread into memory that has been used before. The best
-  possible is 1; a gather and a copy are two passes, so 2 is what to aim at.
+  possible is 1; a gather and a copy, or a copy and its checksum, are two passes, so 2 is what to aim at.
 """
 
 import random
@@ -36,6 +36,7 @@ POLL_S = 1e-4
 PARK_STEPS = 16  # a victim is back after fewer
 LAYOUTS = ("contiguous", "scattered")
 WAYS = {
+    "direct": {"transfer.mode": "direct", "transfer.blocking": False},
     "staged": {"transfer.mode": "staged", "transfer.blocking": False},
     "staged_blocking": {"transfer.mode": "staged", "transfer.blocking": True},
     "hold": {"transfer.mode": "hold", "transfer.blocking": False},

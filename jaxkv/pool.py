@@ -90,9 +90,9 @@ class PoolHolder:
         """Where the pool's pages live."""
         return self.arrays[0][0].sharding
 
-    def gather(self, ids: np.ndarray) -> tuple[PoolArrays, Array]:
-        """Copies of some pages, and their checksum."""
-        return self._gather(self.arrays, ids)
+    def gather(self, ids: np.ndarray, into: PoolArrays | None = None) -> tuple[PoolArrays, Array]:
+        """Copies of some pages, and their checksum; `into` is memory that is given up for them."""
+        return self._gather(self.arrays, ids) if into is None else self._gather(self.arrays, ids, into)
 
     def scatter(self, pages: PoolArrays, ids: np.ndarray) -> Array:
         """Write pages into the pool; returns the checksum of what was written."""

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int, UInt
+from jaxtyping import Array, Bool, Int
 
 from jaxkv.attention import PagedCache, paged_attend, table_width
 from jaxkv.interrupt import check_interrupt
@@ -25,7 +25,6 @@ from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
 from jaxkv.program_store import ProgramStore, examined, open_store
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample
 
-_ADDED_UP = 10  # arrays that a checksum adds up before it reduces them: measured, see benchmarks/README.md
 HEAD_TILE = 2  # rows of a chunk that the output head sees: never one row, XLA:CPU is many times slower there
 
 
@@ -162,37 +161,6 @@ def replicated(logits: Array, mesh: Mesh) -> Array:
     return logits if mesh.size == 1 else lax.with_sharding_constraint(logits, NamedSharding(mesh, P()))
 
 
-def gather_pages(pool: PoolArrays, ids: Int[Array, " p"]) -> tuple[PoolArrays, UInt[Array, ""]]:
-    """Copy pages out of every layer. Padding ids name any page, the trash page by custom."""
-    pages = [(jnp.take(k, ids, axis=0, mode="clip"), jnp.take(v, ids, axis=0, mode="clip")) for k, v in pool]
-    return pages, checksum(pages)
-
-
-def scatter_pages(pool: PoolArrays, pages: PoolArrays, ids: Int[Array, " p"]) -> tuple[PoolArrays, UInt[Array, ""]]:
-    """Put pages back into every layer, at other ids if need be. Padding ids lie beyond the pool and are dropped."""
-    put = [(k.at[ids].set(x, mode="drop"), v.at[ids].set(y, mode="drop")) for (k, v), (x, y) in zip(pool, pages, strict=True)]
-    return put, checksum(pages)
-
-
-def checksum(pages: PoolArrays) -> UInt[Array, ""]:
-    """The sum of all words modulo 2**32, word j of array i weighed with (2i + 1) * (2j + 1). Weights are odd, so one flipped bit always
-    changes it; sums modulo 2**32 do not depend on their order. It also is arithmetic enough for XLA:CPU to run the program in the
-    background and not in the caller. Arrays are added up element by element, a few at a time, and then reduced: XLA:CPU takes three times
-    as long to reduce each by itself."""
-    arrays = [_words(x) for layer in pages for x in layer]
-    total = jnp.uint32(0)
-    for first in range(0, len(arrays), _ADDED_UP):
-        group = enumerate(arrays[first : first + _ADDED_UP], first)
-        words = sum((x * jnp.uint32(2 * i + 1) for i, x in group), jnp.zeros_like(arrays[first])).reshape(-1)
-        total += jnp.sum(words * (2 * lax.iota(jnp.uint32, words.shape[0]) + jnp.uint32(1)), dtype=jnp.uint32)
-    return total
-
-
-def _words(array: Array) -> UInt[Array, "p k z d"]:
-    words = array if array.dtype == jnp.uint16 else lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
-    return words.astype(jnp.uint32)
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A program before it is compiled: the function, the shapes of its arguments, which one is donated, where its results go."""
@@ -215,19 +183,6 @@ def step_recipes(model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Me
     }
 
 
-def transfer_recipes(layout: PoolLayout, transfer_pages: int, mesh: Mesh, gather_sharding: NamedSharding | None) -> dict[str, Recipe]:
-    """The programs that move pages: gather and scatter. `gather_sharding` is where gathered pages go when not to device memory."""
-    everywhere = NamedSharding(mesh, P())
-    kept = pool_shardings(layout, mesh)
-    gathered = kept if gather_sharding is None else [(gather_sharding, gather_sharding)] * layout.num_layers
-    pool, pages = pool_shapes(layout, layout.num_pages + 1, mesh), pool_shapes(layout, transfer_pages, mesh)
-    ids = np.zeros(transfer_pages, np.int32)
-    return {
-        "gather": Recipe(gather_pages, (pool, ids), None, (gathered, everywhere)),
-        "scatter": Recipe(scatter_pages, (pool, pages, ids), 0, (kept, everywhere)),
-    }
-
-
 def pool_shapes(layout: PoolLayout, num_pages: int, mesh: Mesh) -> Any:
     """So many pages of every layer, as shapes."""
     pages = jax.ShapeDtypeStruct((num_pages, *layout.page_shape), layout.storage, sharding=pool_sharding(mesh))
@@ -240,10 +195,10 @@ def pool_shardings(layout: PoolLayout, mesh: Mesh) -> Any:
 
 
 def build_programs(
-    model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh, *, gather_sharding: NamedSharding | None, exact_float32: bool
+    model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh, transfers: dict[str, Recipe], *, exact_float32: bool
 ) -> Programs:
-    """Compile every program, from shapes alone. `gather_sharding` is where gathered pages go when not to device memory (hold mode)."""
-    recipes = step_recipes(model, layout, shapes, mesh) | transfer_recipes(layout, shapes.transfer_pages, mesh, gather_sharding)
+    """Compile every program, from shapes alone; `transfers` are the recipes of those that move pages."""
+    recipes = step_recipes(model, layout, shapes, mesh) | transfers
     store = open_store(mesh)
     with jax.default_matmul_precision("highest" if exact_float32 else "default"):
         return Programs(**{name: compile_program(name, recipe, mesh, store) for name, recipe in recipes.items()})
@@ -257,6 +212,7 @@ def jit_recipe(recipe: Recipe, mesh: Mesh) -> Any:
         donate_argnums=() if recipe.donate is None else recipe.donate,
         in_shardings=jax.tree.map(lambda x: getattr(x, "sharding", None) or everywhere, recipe.arguments),
         out_shardings=recipe.out_shardings,
+        keep_unused=True,  # memory that is given up for a result is not read
         compiler_options=compiler_options(mesh.devices.flat[0].platform),
     )
 

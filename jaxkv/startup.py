@@ -18,10 +18,11 @@ from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.fingerprint import early_facts, fingerprint, fingerprint_facts
 from jaxkv.interrupt import check_interrupt
 from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint
+from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding, storage_dtype
 from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
-from jaxkv.transfer import HostMemory, Transfer, TransferSettings, probe_host_memory
+from jaxkv.transfer import HostMemory, Transfer, TransferSettings, choose_mode, probe_host_memory
 
 MIB = 2**20
 MIN_ROWS = 2  # compiled decode width: never one row
@@ -58,14 +59,12 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     stage.skip()
     host = probe_host_memory(pool_sharding(mesh))
     layout = size_pool(config, plan.layout, shapes, mesh)
-    staged = host.sharding is None or config.transfer.mode == "staged"
-    programs = build_programs(
-        checkpoint.model, layout, shapes, mesh, gather_sharding=None if staged else host.sharding, exact_float32=dtype == "float32"
-    )
+    mode = choose_mode(config.transfer.mode, mesh.devices.flat[0].platform, host)
+    transfers = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
+    programs = build_programs(checkpoint.model, layout, shapes, mesh, transfers, exact_float32=dtype == "float32")
     stage("compile")
     pool = PoolHolder(allocate(layout, mesh), programs.gather.run, programs.scatter.run)
-    settings = transfer_settings(config, layout, host)
-    transfer = Transfer(pool, layout, host, settings)
+    transfer = Transfer(pool, layout, host, transfer_settings(config, layout, host, mode))
     weights, _ = take_apart(checkpoint.model)
     warm_up(weights, pool, transfer, programs, layout, shapes)
     stage("warm up")
@@ -82,7 +81,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         transfer=transfer,
         host=host,
         scheduler_config=scheduler_config(
-            config, num_pages=layout.num_pages, max_len=shapes.max_len, chunk_bytes=transfer.chunk_bytes, budget=budget, hold=not staged
+            config, num_pages=layout.num_pages, max_len=shapes.max_len, chunk_bytes=transfer.chunk_bytes, budget=budget, hold=mode == "hold"
         ),
         fingerprint_facts=facts,
         fingerprint=fingerprint(facts),
@@ -226,11 +225,11 @@ def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh) ->
     return replace(layout, num_pages=min(most, share))
 
 
-def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory) -> TransferSettings:
+def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory, mode: str) -> TransferSettings:
     """The transfer section, with what the probe found."""
     t = config.transfer
     return TransferSettings(
-        hold=t.mode == "hold" and host.sharding is not None,
+        mode=mode,
         chunk_pages=t.chunk_pages,
         max_in_flight=t.staging_mib * MIB // (layout.page_bytes * t.chunk_pages),
         blocking=t.blocking or host.why_blocking is not None,

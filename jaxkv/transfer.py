@@ -1,9 +1,10 @@
 """Images: moving pages between the pool and host memory, chunk by chunk, while the engine goes on. The only place with memory kinds.
 
-A park is a gather (pages out of the pool into staging) and an asynchronous `device_put` to pinned host memory; a restore is the mirror. XLA
-orders the gather before the next donated step, so staged pages are free as soon as the gather is dispatched; only the copy needs waiting
-for, and that is a poll with `is_ready()`. In hold mode the gather itself writes to the host, nothing is staged, and pages are free when it
-is done. Images are opaque here: never indexed, never computed on.
+Three ways. *staged*: a park is a gather (pages out of the pool into staging) and an asynchronous `device_put` to pinned host memory, a
+restore the mirror. *direct*, where the device's memory is the host's: the gather writes to host memory itself, into what an image that is
+gone has left, and the scatter reads from there, so there is one pass each way. In both XLA orders the gather before the next donated step,
+so pages are free as soon as it is dispatched; only arriving in host memory needs waiting for, and that is a poll with `is_ready()`. *hold*:
+the gather writes to host memory, and pages are free when it is done. Images are opaque here: never indexed, never computed on.
 
 What lies in host memory is known by number. Who needs it, and when it may go, the scheduler says.
 
@@ -52,6 +53,15 @@ def probe_host_memory(device_sharding: NamedSharding, probe_bytes: int = 2**24) 
     except Exception as error:
         return HostMemory(None, "numpy", f"no {HOST_KIND} memory here ({type(error).__name__})")
     return HostMemory(there, kind, "is_ready() waits for the copy here" if blocks else None)
+
+
+def choose_mode(asked: str, platform: str, host: HostMemory) -> str:
+    """How copies are made: direct, staged or hold."""
+    if host.sharding is None:
+        return "staged"
+    if asked == "auto":
+        return "direct" if platform == "cpu" else "staged"
+    return asked
 
 
 def _poll_waits(source: Array, there: NamedSharding) -> bool:
@@ -128,7 +138,7 @@ class TransferStats:
 class TransferSettings:
     """How copies are made. `max_in_flight` chunks share the staging memory."""
 
-    hold: bool
+    mode: str  # direct, staged or hold
     chunk_pages: int
     max_in_flight: int
     blocking: bool
@@ -145,6 +155,7 @@ class Transfer:
         self._host = host
         self._settings = settings
         self.stored: dict[int, HostChunk] = {}  # by host_id
+        self._left: list[PoolArrays] = []  # host memory that nobody needs, for the next parks in direct mode: no more than may be in flight
         self._out: list[Outbound] = []
         self._in: list[Inbound] = []
         self._unverified: list[Unverified] = []
@@ -166,9 +177,10 @@ class Transfer:
         return len(self._out) + len(self._in)
 
     def park(self, chunk: Chunk, step: int) -> None:
-        """Start moving a chunk to the host. In staged mode its pages may be reused at once."""
+        """Start moving a chunk to the host. But in hold mode its pages may be reused at once."""
         now = time.perf_counter()
-        pages, checksum = self._pool.gather(self._ids(chunk, TRASH_PAGE))
+        into = self._blank() if self._settings.mode == "direct" else None
+        pages, checksum = self._pool.gather(self._ids(chunk, TRASH_PAGE), into)
         host = HostChunk(self._to_host(pages), checksum)
         self.stored[chunk.host_id] = host
         self._out.append(Outbound(chunk, host, step, now))
@@ -179,7 +191,7 @@ class Transfer:
     def restore(self, chunk: Chunk, step: int) -> None:
         """Start bringing a chunk back into the pages that it names, which nobody else may hold."""
         host = self.stored[chunk.host_id]
-        staged = jax.device_put(host.pages, self._pool.sharding)
+        staged = host.pages if self._settings.mode == "direct" else jax.device_put(host.pages, self._pool.sharding)
         self._in.append(Inbound(chunk, host, staged, step, time.perf_counter()))
         self.stats.bytes_to_device += self.chunk_bytes
         if self._settings.blocking:
@@ -206,7 +218,12 @@ class Transfer:
 
     def discard(self, host_id: int) -> None:
         """Forget a chunk in host memory. Copies in flight keep their own references until they are done, and report as ever."""
-        self.stored.pop(host_id, None)
+        host = self.stored.pop(host_id, None)
+        in_flight = [*(flight.host for flight in self._out), *(flight.host for flight in self._in)]
+        has_room = self._settings.mode == "direct" and len(self._left) < self._settings.max_in_flight
+        is_sound = host is not None and isinstance(host.checksum, int)  # else its copy failed, and its memory may be gone
+        if has_room and host is not None and is_sound and not any(other is host for other in in_flight):
+            self._left.append(host.pages)
 
     def abandon(self, seq_id: int) -> None:
         """A sequence does not wait for its copies back any more: they report as ever, and write nothing."""
@@ -230,7 +247,7 @@ class Transfer:
         for arrays in (*leaving, *(flight.staged for flight in self._in)):
             with suppress(Exception):
                 jax.block_until_ready(arrays)
-        self._out, self._in, self.stored = [], [], {}
+        self._out, self._in, self.stored, self._left = [], [], {}, []
 
     def _ids(self, chunk: Chunk, padding: int) -> np.ndarray:
         ids = np.full(self._settings.chunk_pages, padding, np.int32)
@@ -240,7 +257,18 @@ class Transfer:
     def _to_host(self, pages: PoolArrays) -> Any:
         if self._host.sharding is None:
             return jax.device_get(pages)
-        return pages if self._settings.hold else jax.device_put(pages, self._host.sharding)
+        return jax.device_put(pages, self._host.sharding) if self._settings.mode == "staged" else pages
+
+    def _blank(self) -> PoolArrays:
+        """Host memory for a chunk, used or new."""
+        if self._left:
+            return self._left.pop()
+        shape = (self._settings.chunk_pages, *self._layout.page_shape)
+
+        def new() -> Array:
+            return jax.device_put(np.zeros(shape, self._layout.storage), self._host.sharding)
+
+        return [(new(), new()) for _ in range(self._layout.num_layers)]
 
     def _land_out(self, flight: Outbound, step: int, landed: Landed) -> bool:
         host = flight.host

@@ -105,8 +105,10 @@ class SchedulerSection(Section):
 class TransferSection(Section):
     """How a sequence's pages travel between device and host."""
 
-    mode: Literal["staged", "hold"] = Field(
-        default="staged", description="staged copies pages aside so that they are free at once; hold keeps them until the copy is done"
+    mode: Literal["auto", "direct", "staged", "hold"] = Field(
+        default="auto",
+        description="direct copies pages straight to host memory, staged aside first, and both are free at once; hold keeps them until the "
+        "copy is done; auto is direct on a CPU, elsewhere staged",
     )
     chunk_pages: int = Field(default=16, ge=1, description="pages moved by one transfer")
     chunks_per_step: int = Field(default=4, ge=1, description="transfers started in one step, parks and restores together")

@@ -14,12 +14,13 @@ from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.interrupt import check_interrupt
 from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint
 from jaxkv.models.parameters import abstract_model, shardings
+from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolLayout, pool_sharding
-from jaxkv.programs import Recipe, Shapes, jit_recipe, step_recipes, transfer_recipes
+from jaxkv.programs import Recipe, Shapes, jit_recipe, step_recipes
 from jaxkv.startup import check_pool, check_staging, choose_dtype, choose_shapes, make_mesh, plan_layout, size_pool
-from jaxkv.transfer import host_sharding
+from jaxkv.transfer import HOST_KIND, HostMemory, choose_mode, host_sharding
 
-_NAMES = {"prefill": ("weights", "pool", "batch"), "decode": ("weights", "pool", "batch"), "gather": ("pool", "ids")}
+_NAMES = {"prefill": ("weights", "pool", "batch"), "decode": ("weights", "pool", "batch"), "gather": ("pool", "ids", "into")}
 _NAMES |= {"scatter": ("pool", "pages", "ids")}
 
 
@@ -78,8 +79,9 @@ def list_programs(config: Config) -> ProgramList:
     dtype, shapes = choose_dtype(config.model.dtype, device.platform, info), choose_shapes(config, info.config)
     layout = sized(config, plan_layout(config, info.config, dtype, device.platform), shapes, mesh)
     model = weightless_model(info.config, dtype, mesh)
-    gathered = host_sharding(pool_sharding(mesh)) if config.transfer.mode == "hold" else None
-    recipes = step_recipes(model, layout, shapes, mesh) | transfer_recipes(layout, shapes.transfer_pages, mesh, gathered)
+    host = HostMemory(host_sharding(pool_sharding(mesh)), HOST_KIND)
+    mode = choose_mode(config.transfer.mode, device.platform, host)
+    recipes = step_recipes(model, layout, shapes, mesh) | mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         found = tuple(measure(name, recipe, mesh) for name, recipe in recipes.items())
     return ProgramList(info.config.model_type, dtype, f"{mesh.size} x {device.device_kind}", layout.num_tokens, found)
@@ -116,7 +118,7 @@ def measure(name: str, recipe: Recipe, mesh: jax.sharding.Mesh) -> ProgramFacts:
     sizes = {field: getattr(memory, f"{field}_size_in_bytes", None) for field in ("argument", "output", "alias", "temp", "generated_code")}
     return ProgramFacts(
         name=name,
-        arguments=tuple(describe(n, tree) for n, tree in zip(_NAMES[name], recipe.arguments, strict=True)),
+        arguments=tuple(describe(n, tree) for n, tree in zip(_NAMES[name], recipe.arguments, strict=False)),  # `into` is not always there
         flops=cost.get("flops"),
         argument_bytes=sizes["argument"],
         output_bytes=sizes["output"],

@@ -82,7 +82,7 @@ def check_pressure(found: dict[str, Any]) -> None:
 
 
 def check_stall(found: dict[str, Any]) -> None:
-    assert set(found["gaps_ms"]) == {"staged", "staged_blocking", "hold", "hold_blocking"}
+    assert set(found["gaps_ms"]) == {"direct", "staged", "staged_blocking", "hold", "hold_blocking"}
     for gaps in found["gaps_ms"].values():
         assert gaps["none"]["num_parks"] == 0
         assert gaps["forced_contiguous"]["num_parks"] == gaps["forced_scattered"]["num_parks"] == 1

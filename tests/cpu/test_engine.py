@@ -216,7 +216,7 @@ def test_a_compilation_in_a_step_raises_and_is_counted() -> None:
 
 
 @pytest.mark.parametrize(("part", "reason"), [("_gather", "could not be moved"), ("_scatter", "could not be put back")])
-@pytest.mark.parametrize("mode", ["staged", "hold"])
+@pytest.mark.parametrize("mode", ["direct", "staged", "hold"])
 def test_a_copy_that_cannot_be_made_is_replayed_and_leaks_nothing(part: str, reason: str, mode: str, caplog: Any) -> None:
     """Images of three chunks; the second chunk of the first park or return raises. That books and bytes are in order is checked by tiny."""
     wish = greedy(20)

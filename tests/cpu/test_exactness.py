@@ -31,7 +31,7 @@ def test_images_are_pinned_and_polls_do_not_wait(roomy: Engine) -> None:
     exactness.images_are_pinned_and_polls_do_not_wait(roomy)
 
 
-@pytest.mark.parametrize("mode", ["staged", "hold"])
+@pytest.mark.parametrize("mode", ["direct", "staged", "hold"])
 def test_many_parks_change_nothing(roomy: Engine, mode: str) -> None:
     dtype, expected = roomy.config.model.dtype, exactness.answers_alone(roomy)
     exactness.many_parks_change_nothing(expected, model__dtype=dtype, transfer__mode=mode, debug__park_every=2, **exactness.ROOMY)

@@ -26,7 +26,7 @@ def never_parked() -> list[tuple[Any, ...]]:
     return crowd(pool__tokens=512)[0]
 
 
-@pytest.mark.parametrize("mode", ["staged", "hold"])
+@pytest.mark.parametrize("mode", ["direct", "staged", "hold"])
 def test_what_is_kept_is_not_copied_again_and_every_answer_is_the_same(never_parked: list[tuple[Any, ...]], mode: str) -> None:
     fields = {"debug__park_every": 3, "pool__tokens": 512, "transfer__mode": mode}
     kept, with_kept = crowd(**fields)
@@ -55,7 +55,7 @@ def test_images_kept_under_pressure_change_no_byte(never_parked: list[tuple[Any,
     assert summary["num_parks_pressure"] > 0
 
 
-def test_a_damaged_kept_image_fails_its_own_request_and_no_other(never_parked: list[tuple[Any, ...]]) -> None:
+def test_one_whose_kept_image_is_damaged_is_computed_again_to_the_byte(never_parked: list[tuple[Any, ...]]) -> None:
     with tiny.engine(transfer__chunk_pages=2, pool__tokens=512, debug__copy_delay_steps=1) as made:
         handles = [made.submit(prompt, wish) for prompt, wish in zip(PROMPTS, PARAMS, strict=True)]
         for num_tokens in (3, 8):
@@ -65,6 +65,5 @@ def test_a_damaged_kept_image_fails_its_own_request_and_no_other(never_parked: l
                 made.step()
         first = tiny.image(made, 0)[0]
         first.checksum ^= 1  # copied by the first park, read by the second return
-        answers = [handle.result() for handle in handles]
-        assert answers[0].error is not None and "a parked image came back damaged" in answers[0].error
-        assert [tiny.content(answer) for answer in answers[1:]] == never_parked[1:]
+        assert [tiny.content(handle.result()) for handle in handles] == never_parked
+        assert made.summary()["num_replayed_tokens"] > 0

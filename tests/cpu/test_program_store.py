@@ -19,10 +19,11 @@ import jaxkv.program_store
 import jaxkv.programs
 from jaxkv.models import Checkpoint, ModelConfig
 from jaxkv.observe.programs import weightless_model
+from jaxkv.page_programs import transfer_recipes
 from jaxkv.pool import PoolLayout, pool_sharding
 from jaxkv.program_key import Unknown, machine_facts, source_facts, source_files, tell
 from jaxkv.program_store import ProgramStore, open_store
-from jaxkv.programs import Recipe, Shapes, step_recipes, transfer_recipes
+from jaxkv.programs import Recipe, Shapes, step_recipes
 from jaxkv.request import SamplingParams
 from jaxkv.transfer import host_sharding
 from tests.cpu import tiny

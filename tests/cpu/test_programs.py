@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.models import Checkpoint
+from jaxkv.page_programs import checksum, transfer_recipes
 from jaxkv.pool import PoolArrays, PoolLayout, allocate, pool_sharding
 from jaxkv.programs import (
     HEAD_TILE,
     Program,
     Recipe,
     Shapes,
-    checksum,
     compile_program,
     example_batches,
     jit_recipe,
     step_recipes,
     take_apart,
-    transfer_recipes,
 )
 from jaxkv.transfer import host_sharding
 from tests.cpu.checkpoints import LLAMA, load, one_device

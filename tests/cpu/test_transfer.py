@@ -12,33 +12,35 @@ import pytest
 
 import jaxkv.transfer
 from jaxkv.engine import Engine
+from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolHolder, PoolLayout, pool_sharding
-from jaxkv.programs import compile_program, transfer_recipes
+from jaxkv.programs import compile_program
 from jaxkv.request import SamplingParams
 from jaxkv.scheduler import Chunk
-from jaxkv.transfer import HostChunk, HostMemory, Landed, Transfer, TransferSettings, probe_host_memory
+from jaxkv.transfer import HostChunk, HostMemory, Landed, Transfer, TransferSettings, choose_mode, probe_host_memory
 from tests.cpu import tiny
 from tests.cpu.checkpoints import one_device
 
 LAYOUT = PoolLayout(num_layers=2, num_pages=48, page_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16", storage="uint16")
 CHUNK_PAGES = 4
+MODES = ["direct", "staged", "hold"]
 
 
 class Bench:
     """A pool of random bits with its transfer, a donated write to overwrite pages, and a NumPy copy of what the pool must hold."""
 
-    def __init__(self, hold: bool = False, host: HostMemory | None = None, **settings: Any) -> None:
+    def __init__(self, mode: str = "direct", host: HostMemory | None = None, **settings: Any) -> None:
         mesh = one_device()
         self.rng = np.random.default_rng(0)
         self.host = host or probe_host_memory(pool_sharding(mesh), probe_bytes=2**16)
-        recipes = transfer_recipes(LAYOUT, CHUNK_PAGES, mesh, self.host.sharding if hold else None)
+        recipes = mode_recipes(mode, LAYOUT, CHUNK_PAGES, mesh, self.host.sharding)
         programs = {name: compile_program(name, recipe, mesh).run for name, recipe in recipes.items()}
         shape = (LAYOUT.num_pages + 1, *LAYOUT.page_shape)
         self.expected = [[self.rng.integers(0, 2**16, shape, np.uint16) for _ in range(2)] for _ in range(2)]
         arrays = [tuple(jax.device_put(x.copy(), pool_sharding(mesh)) for x in layer) for layer in self.expected]
         self.pool = PoolHolder(arrays, programs["gather"], programs["scatter"])  # type: ignore[arg-type]
         chosen = {"chunk_pages": CHUNK_PAGES, "max_in_flight": 8, "blocking": False, "timeout_s": 60.0, **settings}
-        self.transfer = Transfer(self.pool, LAYOUT, self.host, TransferSettings(hold=hold, **chosen))
+        self.transfer = Transfer(self.pool, LAYOUT, self.host, TransferSettings(mode=mode, **chosen))
         self._overwrite = jax.jit(lambda pool, ids, word: [(k.at[ids].set(word), v.at[ids].set(word)) for k, v in pool], donate_argnums=0)
 
     def overwrite(self, pages: tuple[int, ...]) -> None:
@@ -81,17 +83,17 @@ def chunk(seq_id: int, pages: tuple[int, ...], index: int = 0) -> Chunk:
     return Chunk(seq_id=seq_id, epoch=0, index=index, pages=pages, host_id=10 * seq_id + index)
 
 
-@pytest.mark.parametrize("hold", [False, True], ids=["staged", "hold"])
-def test_a_thousand_images_whose_pages_were_overwritten_at_once_come_back_equal_elsewhere(hold: bool) -> None:
-    """Staged pages change hands at the gather's own dispatch, held ones when their copy was seen done."""
-    bench = Bench(hold)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_thousand_images_whose_pages_were_overwritten_at_once_come_back_equal_elsewhere(mode: str) -> None:
+    """Pages change hands at the gather's own dispatch, held ones when their copy was seen done."""
+    bench = Bench(mode)
     for trial in range(1000):
         count = int(bench.rng.integers(1, CHUNK_PAGES + 1))
         pages = (bench.rng.permutation(LAYOUT.num_pages) + 1).tolist()
         source, target = tuple(pages[:count]), tuple(pages[5 : 5 + count])
         arrive = bench.move(source, target)
         bench.transfer.park(chunk(trial, source), step=trial)
-        if hold:
+        if mode == "hold":
             assert len(bench.land(trial).parked) == 1
         bench.overwrite(source)
         if bench.rng.random() < 0.5:
@@ -109,16 +111,16 @@ def test_a_thousand_images_whose_pages_were_overwritten_at_once_come_back_equal_
     bench.check()
 
 
-@pytest.mark.parametrize("hold", [False, True], ids=["staged", "hold"])
-def test_many_chunks_in_flight_at_once_do_not_touch_one_another(hold: bool) -> None:
-    bench = Bench(hold)
+@pytest.mark.parametrize("mode", MODES)
+def test_many_chunks_in_flight_at_once_do_not_touch_one_another(mode: str) -> None:
+    bench = Bench(mode)
     order = (bench.rng.permutation(LAYOUT.num_pages) + 1).tolist()
     sources = [tuple(order[4 * i : 4 * i + 4]) for i in range(6)]
     targets = [tuple(order[24 + 4 * i : 28 + 4 * i]) for i in range(6)]
     arrivals = [bench.move(s, t) for s, t in zip(sources, targets, strict=True)]
     for i, source in enumerate(sources):
         bench.transfer.park(chunk(i // 2, source, i % 2), step=0)
-        if not hold:
+        if mode != "hold":
             bench.overwrite(source)
     assert len(bench.land(0).parked) == 6
     for i in (3, 0, 5, 1, 4, 2):
@@ -128,6 +130,55 @@ def test_many_chunks_in_flight_at_once_do_not_touch_one_another(hold: bool) -> N
         arrive()
     assert bench.transfer.verify() == []
     bench.check()
+
+
+def test_memory_of_an_image_that_is_gone_is_written_anew_while_its_pages_may_still_be_on_their_way_back() -> None:
+    bench = Bench(max_in_flight=3)
+    used: set[int] = set()
+    for trial in range(300):
+        pages = (bench.rng.permutation(LAYOUT.num_pages) + 1).tolist()
+        source, target, other, there = (tuple(pages[4 * i : 4 * i + 4]) for i in range(4))
+        arrive = bench.move(source, target)
+        bench.transfer.park(chunk(trial, source), step=trial)
+        bench.overwrite(source)
+        bench.land(trial)
+        bench.transfer.restore(chunk(trial, target), step=trial)
+        bench.land(trial)
+        arrive()
+        bench.transfer.discard(10 * trial)  # its scatter is dispatched, and perhaps no more than that
+        arrive = bench.move(other, there)
+        bench.transfer.park(chunk(trial, other, 1), step=trial)
+        bench.overwrite(other)
+        bench.land(trial)
+        used |= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(bench.transfer.stored[10 * trial + 1].pages)}
+        bench.transfer.restore(chunk(trial, there, 1), step=trial)
+        bench.land(trial)
+        arrive()
+        bench.transfer.discard(10 * trial + 1)
+        assert bench.transfer.verify() == []
+        if trial % 50 == 49:
+            bench.check()
+    assert len(used) < 50  # of 1200 arrays
+
+
+def test_no_more_memory_is_left_for_the_next_parks_than_may_be_in_flight() -> None:
+    bench = Bench(max_in_flight=2)
+    for seq_id in range(5):
+        bench.transfer.park(chunk(seq_id, (1, 2)), step=0)
+        bench.land(0)
+    for seq_id in range(5):
+        bench.transfer.discard(10 * seq_id)
+    assert len(bench.transfer._left) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "expected"),
+    [("auto", "cpu", "direct"), ("auto", "gpu", "staged"), ("auto", "tpu", "staged"), ("staged", "cpu", "staged"), ("hold", "gpu", "hold")],
+)
+def test_copies_are_direct_where_the_devices_memory_is_the_hosts(asked: str, platform: str, expected: str) -> None:
+    there = HostMemory(jaxkv.transfer.host_sharding(pool_sharding(one_device())), "pinned_host")
+    assert choose_mode(asked, platform, there) == expected
+    assert choose_mode(asked, platform, HostMemory(None, "numpy")) == "staged"
 
 
 def test_an_image_is_in_pinned_memory_and_counted() -> None:
@@ -283,7 +334,7 @@ def test_images_are_numpy_arrays_where_there_is_no_pinned_memory(no_pinned_memor
     host = probe_host_memory(pool_sharding(one_device()), probe_bytes=2**16)
     assert (host.sharding, host.kind) == (None, "numpy")
     assert host.why_blocking is not None and host.why_blocking.startswith("no moon memory here (")
-    bench = Bench(host=host, blocking=True)
+    bench = Bench("staged", host=host, blocking=True)
     arrive = bench.move((1, 2), (5, 6))
     bench.transfer.park(chunk(1, (1, 2)), step=0)
     bench.overwrite((1, 2))

@@ -20,7 +20,7 @@ def test_a_path_is_all_a_configuration_needs():
     config = load_config(SMALLEST)
     assert (config.scheduler.rows, config.pool.page_size, config.scheduler.prefill_chunk) == (8, 16, 64)
     assert (config.scheduler.margin_steps, config.scheduler.starve_after, config.scheduler.host_budget_mib) == (8, 3, "auto")
-    assert (config.transfer.mode, config.transfer.staging_mib, config.transfer.timeout_s) == ("staged", 64, 60.0)
+    assert (config.transfer.mode, config.transfer.staging_mib, config.transfer.timeout_s) == ("auto", 64, 60.0)
     assert config.debug.planner is True and config.pool.tokens is None and config.request.temperature is None
 
 
