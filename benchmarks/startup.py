@@ -8,8 +8,8 @@ seconds, and can be kept. So three starts are compared, in turns:
 * warm: the same checkpoint, compiled programs from the cache;
 * converted: weights as `jaxkv convert` wrote them, compiled programs from the cache.
 
-The aim: a later start at least three times faster than the first. The operating system's own cache of files is warm in all three. `processor`
-is the time that all processors spent on a start: on a busy machine the one figure that says something.
+The aim: a later start at least three times faster than the first. The operating system's own cache of files is warm in all three.
+`processor` is the time that all processors spent on a start: on a busy machine the one figure that says something.
 """
 
 import json

@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
         {"chats", "answer_tokens", "prompt_tokens", "pool_tokens", "equal_runs", "loads"},
     ),
     "stall": (STALL, {"victim_tokens", "victim_mb", "bystanders", "gaps_ms", "copies"}),
-    "startup": (["--prompt", "4"], {"format", "starts_s", "cold_over"}),
+    "startup": (["--prompt", "4"], {"format", "starts_s", "cold_over", "cold_over_processor"}),
 }  # fmt: skip
 
 COMPILE_MUCH = {"decode", "pressure", "startup"}  # for several sizes of pool, or without a cache
@@ -91,7 +91,8 @@ def check_stall(found: dict[str, Any]) -> None:
 
 def check_startup(found: dict[str, Any]) -> None:
     for stages in found["starts_s"].values():
-        total = stages.pop("total")["median"]
+        total, processor = (stages.pop(name)["median"] for name in ("total", "processor"))
+        assert processor > 0
         assert sum(stage["median"] for stage in stages.values()) == pytest.approx(total, abs=0.02)
 
 
