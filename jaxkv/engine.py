@@ -204,6 +204,14 @@ class Engine:
             self.scheduler.cancel(handle.seq_id)
             end(self, handle.seq_id, "cancelled")
 
+    def hold(self, seq_id: int) -> str:
+        """Park a sequence and keep it away until `release`; "" or the reason why nothing happens."""
+        return self.scheduler.hold(seq_id)
+
+    def release(self, seq_id: int) -> str:
+        """Let a held sequence come back; "" or the reason why nothing happens."""
+        return self.scheduler.release(seq_id)
+
     def close(self) -> None:
         """Cancel what is left, wait for the copies, free everything. Closing twice is closing once."""
         if self._closed:

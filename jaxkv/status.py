@@ -23,6 +23,11 @@ class SequenceStatus:
     num_parks: int
     text: str
     image_pages: int = 0  # in host memory, or on the way there or back
+    name: str | None = None  # what its caller calls it
+    priority: int = 0
+    host_bytes: int = 0  # of its image, padding included
+    is_held: bool = False  # parked by an operator
+    since_s: float | None = None  # when it came, if it waits, or was parked, if it is away; of the clock `time.perf_counter`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ def read_status(engine: "Engine") -> EngineStatus:
     for view in snapshot.sequences:
         live = engine.live(view.seq_id)
         if live is not None:
-            sequences.append(read_sequence(view, live))
+            sequences.append(read_sequence(engine, view, live))
     return EngineStatus(
         rows=snapshot.num_running,
         parked=snapshot.num_parked,
@@ -65,7 +70,7 @@ def read_status(engine: "Engine") -> EngineStatus:
     )
 
 
-def read_sequence(view: SequenceView, live: "Live") -> SequenceStatus:
+def read_sequence(engine: "Engine", view: SequenceView, live: "Live") -> SequenceStatus:
     """One request, from what the scheduler and the engine know of it."""
     return SequenceStatus(
         seq_id=view.seq_id,
@@ -77,4 +82,9 @@ def read_sequence(view: SequenceView, live: "Live") -> SequenceStatus:
         num_parks=view.num_parks,
         text=live.output.text,
         image_pages=view.image_pages,
+        name=live.name,
+        priority=view.priority,
+        host_bytes=len(engine.scheduler.image(view.seq_id)) * engine.parts.transfer.chunk_bytes,
+        is_held=view.is_held,
+        since_s=live.submitted_s if view.state == "waiting" else view.parked_since,
     )

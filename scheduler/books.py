@@ -95,6 +95,7 @@ class Books:
         self.free_rows = list(range(config.rows))  # a heap
         self.waiting = Line()
         self.parked = Line()  # PARKING and PARKED
+        self.held: dict[int, Sequence] = {}  # PARKING and PARKED as well, but by an operator, and in no line
         self.to_park: deque[Sequence] = deque()  # those with park chunks to dispatch
         self.to_restore: deque[Sequence] = deque()
         self.flights: dict[tuple[int, int, int], Flight] = {}  # by sequence, epoch and index
@@ -115,6 +116,15 @@ class Books:
         """The one whose chunk comes next: the most urgent whose prompt is not computed, and of these the oldest."""
         prefilling = [seq for seq in self.residents if seq.num_cells < seq.prompt_len and seq.wants_chunk]
         return min(prefilling, key=lambda seq: seq.priority, default=None)
+
+    def line_up(self, seq: Sequence, *, is_first: bool = False) -> None:
+        """One that is away waits for its return, or to be released."""
+        if seq.is_held:
+            self.held[seq.seq_id] = seq
+        elif is_first:
+            self.parked.prepend(seq)
+        else:
+            self.parked.append(seq)
 
     def enter_row(self, seq: Sequence) -> int:
         """Give it the lowest free row."""

@@ -83,7 +83,10 @@ def check_parks(books: Books, live: list[Sequence]) -> None:
     causes = (counters.num_parks_forced, counters.num_parks_pressure, counters.num_parks_priority, counters.num_last_resorts)
     others = (counters.num_rotations, counters.num_parks_stuck, counters.num_parks_lost)
     assert counters.num_parks == sum(causes) + sum(others), f"a park without a cause: {counters}"
-    in_line = [*books.parked, *books.waiting]
+    in_line = [*books.parked, *books.waiting, *books.held.values()]
+    assert all(seq.is_held for seq in books.held.values()) and not any(seq.is_held for seq in books.parked), (
+        "an operator's park is in the line"
+    )
     expected = [seq for seq in live if seq.state in (State.WAITING, State.PARKING, State.PARKED)]
     assert {seq.seq_id for seq in in_line} == {seq.seq_id for seq in expected} and len(in_line) == len(expected), "the lines are wrong"
 

@@ -64,7 +64,7 @@ def join_line(books: Books, seq: Sequence, now: float) -> None:
     seq.parked_since = now
     seq.park_asked = seq.was_refused = seq.has_way = seq.way_refused = False
     seq.num_bypassed = 0
-    books.parked.append(seq)
+    books.line_up(seq)
     books.counters.num_parks += 1
 
 
@@ -192,6 +192,7 @@ def spoil(books: Books, chunk: Chunk) -> tuple[int, ...]:
 def end(books: Books, seq: Sequence, state: State, reason: str) -> None:
     """End a live sequence. What no copy touches comes back now; what is in flight comes back when it lands."""
     books.counters.num_ended_parked += seq.state in AWAY
+    books.held.pop(seq.seq_id, None)
     give_back(books, seq)
     seq.state, seq.reason = state, reason
     seq.parked_since = None

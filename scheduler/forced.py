@@ -17,7 +17,25 @@ def park_forced(books: Books, turn: Turn) -> None:
             if send_away(books, turn, seq, "forced"):
                 books.counters.num_parks_forced += 1
             else:
+                seq.is_held = False
                 refuse_once(books, turn, seq)
+
+
+def hold(books: Books, seq: Sequence) -> None:
+    """Park it, when its turn allows, and keep it away; one that is away already leaves the line."""
+    seq.is_held = True
+    if seq.state in (State.PARKING, State.PARKED):
+        books.parked.remove(seq)
+        books.line_up(seq)
+    else:
+        seq.park_asked = True
+
+
+def release(books: Books, seq: Sequence) -> None:
+    """Let it come back: at the end of the line, or not go at all where it has not left yet."""
+    seq.is_held = seq.park_asked = False
+    if books.held.pop(seq.seq_id, None) is not None:
+        books.line_up(seq)
 
 
 def is_due(books: Books, seq: Sequence) -> bool:

@@ -90,9 +90,12 @@ def restart_lines(books: Books, live: list[Sequence]) -> None:
     """Everybody is in a line: the parked by how long, the waiting by age. All rows are free."""
     books.residents.clear()
     books.free_rows[:] = range(books.config.rows)
-    books.parked, books.waiting = Line(), Line()
+    books.parked, books.waiting, books.held = Line(), Line(), {}
     for seq in sorted(live, key=lambda seq: (seq.parked_since or 0.0, seq.order)):
-        (books.waiting if seq.state is State.WAITING else books.parked).append(seq)
+        if seq.state is State.WAITING:
+            books.waiting.append(seq)
+        else:
+            books.line_up(seq)
 
 
 def recount(books: Books, live: list[Sequence]) -> None:

@@ -45,7 +45,7 @@ def drop(books: Books, seq: Sequence, now: float) -> None:
         join_line(books, seq, now)
         books.counters.num_parks_dropped += 1
     elif was_entering:
-        books.parked.prepend(seq)
+        books.line_up(seq, is_first=True)
 
 
 def forget_cells(seq: Sequence, num_cells: int) -> None:

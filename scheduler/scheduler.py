@@ -12,7 +12,7 @@ from jaxkv.scheduler.check import check_books
 from jaxkv.scheduler.commit import enter_outcome
 from jaxkv.scheduler.config import validate
 from jaxkv.scheduler.copies import dispatch_parks, end, spoil
-from jaxkv.scheduler.forced import park_forced
+from jaxkv.scheduler.forced import hold, park_forced, release
 from jaxkv.scheduler.need import answer_limit, check_keys_fit
 from jaxkv.scheduler.plan import Chunk, Outcome, Plan, SchedulerConfig
 from jaxkv.scheduler.prefix import share_first
@@ -97,6 +97,32 @@ class Scheduler:
         if seq.park_asked:
             return f"sequence {seq_id} is to be parked already"
         seq.park_asked = True
+        return ""
+
+    def hold(self, seq_id: int) -> str:
+        """Park it as `park` does, and keep it away until `release`; "" or the reason why nothing happens.
+
+        It is in no line, so that nobody waits behind it. One that is away already stays away. A park that the host budget has no room for
+        is told as refused, and then forgotten.
+        """
+        seq = self._books.sequences.get(seq_id)
+        if seq is None:
+            return f"sequence {seq_id} is not known"
+        if seq.is_over or seq.state is State.WAITING:
+            return f"sequence {seq_id} is {seq.state}"
+        if seq.is_held:
+            return f"sequence {seq_id} is held already"
+        hold(self._books, seq)
+        return ""
+
+    def release(self, seq_id: int) -> str:
+        """Let a held one come back, at the end of the line; "" or the reason why nothing happens."""
+        seq = self._books.sequences.get(seq_id)
+        if seq is None:
+            return f"sequence {seq_id} is not known"
+        if not seq.is_held:
+            return f"sequence {seq_id} is not held"
+        release(self._books, seq)
         return ""
 
     def replay(self, seq_id: int, now: float) -> str:

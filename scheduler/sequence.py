@@ -23,6 +23,8 @@
     REPLAYING  -> PREFILLING, DECODING    replay.advance           as before the drop
     any        -> a terminal state        copies.end               no row; what no copy touches is given back now, the rest on landing
 
+One that an operator holds is PARKED in no line: it stays until it is released, and nobody waits behind it.
+
 Repeating a command is a no-op with a reason. Each park, restore and end starts a new epoch; a copy that lands with an old one changes
 nothing but the accounts.
 """
@@ -90,6 +92,7 @@ class Sequence:
     has_progressed: bool = True  # since its last return: a chunk or a token
     forced_at: int = 0  # cells it had when a forced park last came due
     park_asked: bool = False
+    is_held: bool = False  # an operator's park: it stays away, out of the line, until it is released
     was_refused: bool = False  # since its last park: the host budget had no room for its image
     num_bypassed: int = 0  # others let in while it stood first in the line
     has_way: bool = False  # somebody was parked to let it in, so nobody passes it

@@ -24,6 +24,7 @@ class SequenceView:
     num_parks: int
     priority: int
     replay_to: int = 0  # cells to compute again before it goes on
+    is_held: bool = False  # away until an operator lets it go
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def view(seq: Sequence) -> SequenceView:
     num_tokens = seq.prompt_len + seq.num_generated
     return SequenceView(
         seq.seq_id, seq.state, seq.row, seq.prompt_len, seq.limit, num_tokens, seq.num_cells, seq.num_generated,
-        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority, seq.replay_to,
+        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority, seq.replay_to, seq.is_held,
     )  # fmt: skip
 
 

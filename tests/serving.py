@@ -10,11 +10,15 @@ from typing import Any
 import httpx2
 
 from jaxkv.config import Config, load_config
+from jaxkv.scheduler.books import Counters
 from jaxkv.serve.app import build_app
 from jaxkv.serve.keys import Keys
+from jaxkv.serve.metrics import Meter
 from jaxkv.serve.run import Web, listen, web_config
 from jaxkv.serve.service import Service
 from jaxkv.serve.site import Site
+from jaxkv.stats import EngineStats
+from jaxkv.status import EngineStatus, SequenceStatus
 from jaxkv.testing import FakeEngine, FakeHandle
 
 
@@ -27,15 +31,49 @@ class ServedFake(FakeEngine):
         self.parked: set[int] = set()
         self.fault: BaseException | None = None
         self.num_faults = 1000  # steps that raise it
+        self.stats, self.num_compiles_after_warmup = EngineStats(), 0
+        self.scheduler = SimpleNamespace(counters=Counters())
+        self.parts = SimpleNamespace(
+            transfer=SimpleNamespace(
+                stats=SimpleNamespace(park_s=[], restore_s=[], bytes_to_host=0, bytes_to_device=0, memory_kinds={"pinned_host"})
+            )
+        )
 
     def _take(self, *args: Any) -> Any:
         handle: Any = super()._take(*args)
+        self.stats.count_submit(len(handle._prompt), 0.0)
+        handle.handle = handle
         handle.seq_id, handle.output, handle.stats = len(self.handles), handle._output, SimpleNamespace(state="waiting")
         self.handles[handle.seq_id] = handle
         return handle
 
     def live(self, seq_id: int) -> Any:
-        return self.handles[seq_id]
+        handle = self.handles.get(seq_id)
+        return None if handle is None or handle.done else handle
+
+    def hold(self, seq_id: int) -> str:
+        self.parked.add(seq_id)
+        return ""
+
+    def release(self, seq_id: int) -> str:
+        if seq_id not in self.parked:
+            return f"sequence {seq_id} is not held"
+        self.parked.remove(seq_id)
+        return ""
+
+    def status(self) -> Any:
+        going = [handle for handle in self.handles.values() if not handle.done]
+        states = [handle.stats.state for handle in going]
+        sequences = tuple(
+            SequenceStatus(
+                h.seq_id, h.stats.state, row, 2, len(h.token_ids), 1, 0, "a secret", is_held=h.seq_id in self.parked, since_s=0.0
+            )
+            for row, h in enumerate(going)
+        )
+        counts = {"rows": states.count("decoding"), "parked": states.count("parked"), "waiting": states.count("waiting")}
+        used = len(going)
+        return EngineStatus(**counts, finished=0, pool_pages=10, pool_pages_free=10 - used, host_bytes=0, tokens_per_s=0.0, num_parks=0,
+                            num_restores=0, sequences=sequences)  # fmt: skip
 
     def step(self) -> None:
         if self.fault is not None and self.num_faults:
@@ -67,11 +105,12 @@ async def site(
     """What all routes share, with the engine ready (a factory may be given, for one that is not)."""
     settings = config(**server)
     make = engine if callable(engine) else lambda check: engine or ServedFake()
-    service = Service(make, max_waiting=settings.server.max_waiting)
+    meter = Meter()
+    service = Service(make, max_waiting=settings.server.max_waiting, on_step=meter.take)
     try:
         if not callable(engine):
             await service.wait_ready()
-        yield Site(settings, service, Keys(keys), Keys(operator_keys))
+        yield Site(settings, service, Keys(keys), Keys(operator_keys), meter)
     finally:
         assert await service.close(5), "the engine's thread did not end"
 

@@ -13,6 +13,7 @@ from jaxkv.serve.completions import completion_routes
 from jaxkv.serve.errors import ApiError
 from jaxkv.serve.facts import fact_routes, tokenizer_routes
 from jaxkv.serve.gate import Gate
+from jaxkv.serve.operator import operator_routes
 from jaxkv.serve.site import Site
 from jaxkv.serve.sse import JsonResponse
 
@@ -22,14 +23,14 @@ def build_app(site: Site) -> ASGIApp:
     app = FastAPI(
         title="jaxkv", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )  # their pages load from elsewhere
-    for routes in (completion_routes(site), fact_routes(site), tokenizer_routes(site)):
+    for routes in (completion_routes(site), fact_routes(site), tokenizer_routes(site), operator_routes(site)):
         app.include_router(routes)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _fault)
-    return Gate(app, site.keys, site.operator_keys, site.config.server.max_body_mib)
+    return Gate(app, site.keys, site.operator_keys, site.config.server.max_body_mib, site.responses)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -69,6 +69,11 @@ def no_route(method: str, path: str) -> ApiError:
     return ApiError(404, f"there is nothing at {method} {path[:200]}", INVALID, "not_found")
 
 
+def no_slot(slot_id: str) -> ApiError:
+    """No sequence has this number now."""
+    return ApiError(404, f"no sequence has the id {slot_id[:30]} now; GET /slots lists them", INVALID, "slot_not_found")
+
+
 def wrong_method(method: str, path: str, allowed: str | None) -> ApiError:
     """The path is there, for other methods."""
     hint = f"; allowed: {allowed}" if allowed else ""

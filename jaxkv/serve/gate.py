@@ -6,6 +6,7 @@ Plain ASGI around the application, so that no framework's own error body gets ou
 import logging
 import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -26,8 +27,9 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Gate:
     """Lets a request through to `app`, or answers it."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, operator_keys: Keys, max_body_mib: int) -> None:
-        self._app, self._keys, self._operator_keys, self._max_body_mib = app, keys, operator_keys, max_body_mib
+    def __init__(self, app: ASGIApp, keys: Keys, operator_keys: Keys, max_body_mib: int, responses: Counter[int]) -> None:
+        self._app, self._keys, self._operator_keys = app, keys, operator_keys
+        self._max_body_mib, self._responses = max_body_mib, responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -43,6 +45,7 @@ class Gate:
             nonlocal has_started, has_ended
             if message["type"] == "http.response.start":
                 has_started = True
+                self._responses[message["status"]] += 1
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
             has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)

@@ -20,6 +20,7 @@ from jaxkv.interrupt import EXIT_INTERRUPTED
 from jaxkv.serve.app import build_app
 from jaxkv.serve.errors import INVALID, ApiError
 from jaxkv.serve.keys import API_KEYS, OPERATOR_KEYS, read_keys
+from jaxkv.serve.metrics import Meter
 from jaxkv.serve.service import Service
 from jaxkv.serve.site import Site
 
@@ -94,8 +95,9 @@ async def serve(config: Config, make_engine: Any) -> tuple[int, bool]:
     keys = read_keys(config.server.api_key_file, API_KEYS, "server.api_key_file")
     operator_keys = read_keys(config.server.operator_key_file, OPERATOR_KEYS, "server.operator_key_file")
     sock, stop = listen(config.server.host, config.server.port), Stop()
-    service = Service(make_engine, max_waiting=config.server.max_waiting)
-    site = Site(config, service, keys, operator_keys)
+    meter = Meter()
+    service = Service(make_engine, max_waiting=config.server.max_waiting, on_step=meter.take)
+    site = Site(config, service, keys, operator_keys, meter)
     web = Web(web_config(site))
     with noting(stop):
         serving = asyncio.create_task(web.serve([sock]))

@@ -95,9 +95,11 @@ class Service:
         """Run something slow that is not JAX beside the event loop."""
         return await self._loop.run_in_executor(self._readers, do)
 
-    async def call(self, do: Callable[[ServeEngine], Result]) -> Result:
-        """Run something in the engine's thread, between two steps."""
-        engine, future = self.check_open(), self._loop.create_future()
+    async def call(self, do: Callable[[ServeEngine], Result], *, to_look: bool = False) -> Result:
+        """Run something in the engine's thread, between two steps; where it is `to_look`, also while the server drains."""
+        is_draining = to_look and self.engine is not None and self.failure is None and not self._is_stopping
+        engine = self.engine if is_draining and self.engine is not None else self.check_open()
+        future = self._loop.create_future()
         self._calls.add(future)
 
         def command() -> None:

@@ -1,8 +1,8 @@
 """What all routes share: the service, the configuration, the model's name, and how bodies are read. Owns no route."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.requests import Request
 
@@ -12,6 +12,7 @@ from jaxkv.openai.names import served_name
 from jaxkv.serve import errors
 from jaxkv.serve.interface import ServeEngine
 from jaxkv.serve.keys import Keys
+from jaxkv.serve.metrics import Meter
 from jaxkv.serve.service import Service
 
 
@@ -23,6 +24,8 @@ class Site:
     service: Service
     keys: Keys = field(default_factory=lambda: Keys(()))
     operator_keys: Keys = field(default_factory=lambda: Keys(()))
+    meter: Meter = field(default_factory=Meter)
+    responses: Counter[int] = field(default_factory=Counter)  # by status
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -59,8 +62,3 @@ class Site:
 def request_id(request: Request) -> str:
     """The id that the gate gave it."""
     return str(request.scope["state"]["request_id"])
-
-
-def query(request: Request, name: str) -> Any:
-    """A parameter of the address, or None."""
-    return request.query_params.get(name)

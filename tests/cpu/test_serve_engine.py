@@ -8,6 +8,7 @@ import pytest
 import jaxkv.startup
 from jaxkv.engine import Engine
 from jaxkv.models import ByteTokenizer, load_checkpoint
+from jaxkv.serve.keys import Keys
 from jaxkv.serve.run import Web, listen, web_config
 from jaxkv.serve.service import Service
 from jaxkv.serve.site import Site
@@ -36,7 +37,7 @@ def serve(talk, **fields):
         service = Service(lambda check: Engine(settings, on_stage=lambda *_: check()))
         await service.wait_ready()
         sock = listen("127.0.0.1", 0)
-        web = Web(web_config(Site(settings, service)))
+        web = Web(web_config(Site(settings, service, Keys(()), Keys(("boss",)))))
         serving = asyncio.create_task(web.serve([sock]))
         try:
             async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60) as http:
@@ -105,3 +106,27 @@ def test_clients_that_leave_a_full_pool_give_everything_back():
 
     left, quiet = serve(talk, pool__tokens=NEED // 2)
     assert left[:2] == quiet[:2]
+
+
+def test_an_operators_park_is_a_long_pause_and_changes_no_byte():
+    async def talk(http, service):
+        body = bodies()[0]
+        quiet = await stream(http, body)
+        asking = asyncio.create_task(stream(http, body))
+        while not (slots := [slot for slot in (await http.get("/slots")).json() if slot["id"] is not None and slot["n_generated"] > 3]):
+            await asyncio.sleep(0.005)
+        url = f"/slots/{slots[0]['id']}?action="
+        boss = {"authorization": "Bearer boss"}
+        assert (await http.post(url + "park", headers=boss)).status_code == 200
+        while (held := (await http.get("/slots")).json()[-1])["state"] != "parked":
+            await asyncio.sleep(0.005)
+        assert held["is_held"] and held["is_preempted"] and held["host_bytes"] > 0 and held["n_pages"] == 0
+        assert await stream(http, bodies()[1])  # nobody waits behind it
+        assert (await http.post(url + "restore", headers=boss)).status_code == 200
+        figures = (await http.get("/metrics")).text
+        return quiet, await asking, figures
+
+    quiet, parked, figures = serve(talk, pool__tokens=NEED // 2)
+    assert parked[:2] == quiet[:2] and parked[2] == [": parked", ": restored"]
+    assert "jaxkv_parks_total 1.0\n" in figures and 'jaxkv_parks_by_cause_total{cause="forced"} 1.0\n' in figures
+    assert "jaxkv_compilations_total 0.0\n" in figures and 'image_memory="pinned_host"' in figures
