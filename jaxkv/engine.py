@@ -26,7 +26,8 @@ from jaxkv.prefix import page_keys
 from jaxkv.recover import recover
 from jaxkv.request import Completion, SamplingParams
 from jaxkv.rows import Rows
-from jaxkv.scheduler import DoesNotFit, Scheduler
+from jaxkv.scheduler import ContextShift, DoesNotFit, Scheduler
+from jaxkv.shifting import asked_shift
 from jaxkv.startup import OnStage, start
 from jaxkv.stats import EngineStats
 from jaxkv.status import EngineStatus, read_status
@@ -147,35 +148,38 @@ class Engine:
     def _take(self, prompt: Sequence[int], params: SamplingParams, first: int, on_token: OnToken | None, name: str | None) -> Group:
         self._check_open()
         banned = check_request(prompt, params, self.model_config.vocab_size, self.parts.checkpoint.eos_ids)
+        shift = asked_shift(params, self.parts.scheduler_config, is_possible=self.parts.programs.rotate is not None)
         group, now, tokens = Group(), time.perf_counter(), np.array(prompt, np.int32)
         is_cached = self.config.pool.prefix_cache and params.cache_prompt
         facts: dict[str, Any] = {"page_size": self.parts.layout.page_size, "fingerprint": self.parts.fingerprint}
         keys = page_keys(tokens, params, self._num_submitted, is_cached=is_cached, **facts)
         for choice in range(first, first + params.n):
-            limit = self._add(tokens, params, keys, is_cached, now)
+            limit = self._add(tokens, params, keys, is_cached, shift, now)
             handle = Handle(self._num_submitted, self, choice=choice, will_truncate_at=self._truncation(len(tokens), params, limit))
             self._num_submitted += 1
             output = Output(self.tokenizer, self.parts.checkpoint.eos_ids, params, limit)
             handle.token_ids = output.token_ids
             group.choices.append(handle)
-            self.sequences[handle.seq_id] = Live(handle.seq_id, tokens, params, banned, output, handle, group, now, on_token, name)
+            self.sequences[handle.seq_id] = Live(handle.seq_id, tokens, params, banned, output, handle, group, now, on_token, name, shift)
         self.stats.count_submit(len(tokens), now)
         for handle in group.choices:
             self.observers.tell("on_submit", self, self.sequences[handle.seq_id])
         return group
 
-    def _add(self, tokens: np.ndarray, params: SamplingParams, keys: tuple[bytes, ...], is_cached: bool, now: float) -> int:
+    def _add(
+        self, tokens: np.ndarray, params: SamplingParams, keys: tuple[bytes, ...], is_cached: bool, shift: ContextShift | None, now: float
+    ) -> int | None:
         """Tell the scheduler of the next sequence; what it refuses it refuses for the first choice, before any is taken."""
-        place: dict[str, Any] = {"priority": params.priority, "page_keys": keys, "keeps_prefix": is_cached}
+        place: dict[str, Any] = {"priority": params.priority, "page_keys": keys, "keeps_prefix": is_cached, "shift": shift}
         try:
             return self.scheduler.add(self._num_submitted, len(tokens), params.max_tokens, now, **place)
         except DoesNotFit as error:
             raise RequestError(str(error), "prompt") from error
 
-    def _truncation(self, prompt_len: int, params: SamplingParams, limit: int) -> int | None:
+    def _truncation(self, prompt_len: int, params: SamplingParams, limit: int | None) -> int | None:
         """Where the pool itself ends the answer before anything else does."""
         asked = min(params.max_tokens or self.max_len, self.max_len - prompt_len + 1)
-        return limit if limit < asked else None
+        return limit if limit is not None and limit < asked else None
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None

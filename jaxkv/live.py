@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxkv.output import Output
 from jaxkv.request import Completion, SamplingParams
+from jaxkv.scheduler import ContextShift
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine
@@ -32,6 +33,7 @@ class Live:
     submitted_s: float
     on_token: OnToken | None = None
     name: str | None = None  # what logs and timelines call it
+    shift: ContextShift | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None  # None again after a pause: a gap is measured between steps, not across a park
     paused_s: float | None = None  # when it left the device, while it is away
@@ -44,6 +46,30 @@ class Live:
     def num_generated(self) -> int:
         """Tokens accepted so far."""
         return len(self.output.token_ids)
+
+    @property
+    def context(self) -> list[int]:
+        """Prompt and answer so far, without what shifts have dropped."""
+        said = [*self.prompt.tolist(), *self.output.token_ids]
+        if self.shift is not None:
+            del said[self.shift.n_keep : self.shift.n_keep + self.num_dropped]
+        return said
+
+    @property
+    def num_dropped(self) -> int:
+        """Tokens that shifts have dropped before the newest is fed: a context of 38 drops 12 at 38, 50, 62, ... cells."""
+        if self.shift is None:
+            return 0
+        num_cells = len(self.prompt) + self.num_generated - 1
+        return max(0, (num_cells - self.shift.context_len) // self.shift.n_discard + 1) * self.shift.n_discard
+
+    @property
+    def prompt_in_context(self) -> int:
+        """How many of the context's first tokens are the prompt's. Prompt 10, kept 4, dropped 8: 4, dropped 4: 6."""
+        length = len(self.prompt)
+        if self.shift is None or length <= self.shift.n_keep:
+            return length
+        return max(self.shift.n_keep, length - self.num_dropped)
 
     @property
     def wants_history(self) -> bool:

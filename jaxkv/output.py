@@ -33,8 +33,8 @@ class Output:
     is in `token_ids`, but an end-of-text or stop token is not in `text`.
     """
 
-    def __init__(self, tokenizer: Detokenizer | None, eos_ids: Collection[int], params: SamplingParams, limit: int) -> None:
-        if limit < 1:
+    def __init__(self, tokenizer: Detokenizer | None, eos_ids: Collection[int], params: SamplingParams, limit: int | None) -> None:
+        if limit is not None and limit < 1:
             raise ValueError(f"limit: got {limit}; allowed: at least 1")
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -61,7 +61,7 @@ class Output:
             self._text += self._stream.step(token_id)
         if may_stop and self._cut_at_stop():
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self._limit:
+        elif self._limit is not None and len(self.token_ids) >= self._limit:
             return self.finish("length")
         self._searched = len(self._text)
         return self.finish_reason

@@ -1,8 +1,8 @@
 """The compiled programs: what each one computes, its fixed shape, and compiling them all before the first request.
 
-The only place with `jax.jit`. Four programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt), gather
-(sixteen pages out of the pool) and scatter (sixteen pages back). Their shapes come from the configuration alone, so nothing that happens
-later can ask for another.
+The only place with `jax.jit`. Five programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt), gather
+(sixteen pages out of the pool), scatter (sixteen pages back) and rotate (the keys of sixteen pages move to other positions). Their shapes
+come from the configuration alone, so nothing that happens later can ask for another.
 """
 
 import time
@@ -24,6 +24,7 @@ from jaxkv.interrupt import check_interrupt
 from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
 from jaxkv.program_store import ProgramStore, examined, open_store
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample
+from jaxkv.shifting import ROTATE_PAGES, key_mover, rotate_step
 
 HEAD_TILE = 2  # rows of a chunk that the output head sees: never one row, XLA:CPU is many times slower there
 
@@ -79,10 +80,11 @@ class Programs:
     prefill: Program
     gather: Program
     scatter: Program
+    rotate: Program | None = None  # None: this model's contexts cannot shift
 
     def all(self) -> tuple[Program, ...]:
         """In the order in which a request meets them."""
-        return (self.prefill, self.decode, self.gather, self.scatter)
+        return (self.prefill, self.decode, self.gather, self.scatter, *([self.rotate] if self.rotate else []))
 
 
 def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, PrefillBatch]:
@@ -183,6 +185,15 @@ def step_recipes(model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Me
     }
 
 
+def shift_recipes(model: nnx.Module, layout: PoolLayout, mesh: Mesh) -> dict[str, Recipe]:
+    """The program that moves keys to other positions, for families that have one."""
+    move = key_mover(type(model), getattr(model, "config", None))
+    if move is None:
+        return {}
+    ids, pool = np.zeros(ROTATE_PAGES, np.int32), pool_shapes(layout, layout.num_pages + 1, mesh)
+    return {"rotate": Recipe(rotate_step(move, layout), (pool, ids, ids, np.int32(0)), 0, pool_shardings(layout, mesh))}
+
+
 def pool_shapes(layout: PoolLayout, num_pages: int, mesh: Mesh) -> Any:
     """So many pages of every layer, as shapes."""
     pages = jax.ShapeDtypeStruct((num_pages, *layout.page_shape), layout.storage, sharding=pool_sharding(mesh))
@@ -198,7 +209,7 @@ def build_programs(
     model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh, transfers: dict[str, Recipe], *, exact_float32: bool
 ) -> Programs:
     """Compile every program, from shapes alone; `transfers` are the recipes of those that move pages."""
-    recipes = step_recipes(model, layout, shapes, mesh) | transfers
+    recipes = step_recipes(model, layout, shapes, mesh) | transfers | shift_recipes(model, layout, mesh)
     store = open_store(mesh)
     with jax.default_matmul_precision("highest" if exact_float32 else "default"):
         return Programs(**{name: compile_program(name, recipe, mesh, store) for name, recipe in recipes.items()})

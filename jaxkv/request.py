@@ -17,6 +17,10 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `logprobs` None reports none, k >= 0 reports the chosen token's
     and those of the k most likely (natural log of the model's own distribution, before penalties, bias and temperature). `n` choices have a
     random key each. `cache_prompt` and `cache_salt` say with whom computed prompt pages may be shared; no answer depends on it.
+
+    With `context_shift` a context of `context_len` tokens (None: the model's limit) that is full drops the `n_discard` after the first
+    `n_keep` (both in whole pages, rounded up; None: half of what is not kept) and goes on, so that `max_tokens` alone limits the answer.
+    Penalties then look at what the context holds.
     """
 
     max_tokens: int | None = None  # None: until a stop or the longest possible
@@ -38,6 +42,10 @@ class SamplingParams:
     priority: int = 0  # lower is served first, and may have others parked; no answer depends on it
     cache_prompt: bool = True
     cache_salt: str = ""  # requests with different ones share nothing
+    context_shift: bool = False
+    context_len: int | None = None
+    n_keep: int = 0
+    n_discard: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ class Rows:
         self._shapes = shapes
         self._table = np.zeros((shapes.rows, table_width(shapes.max_len, layout.page_size)), np.int32)
         self._knobs = Knobs(*(np.array(x) for x in self._neutral(shapes.rows)))
-        self._seated: list[tuple[int, int] | None] = [None] * shapes.rows  # who, with how many tokens, the row's knobs describe
+        # whose the row's knobs are, and how many tokens said and dropped they describe
+        self._seated: list[tuple[int, int, int] | None] = [None] * shapes.rows
         self._unused = self._neutral(shapes.rows)  # stands in for the large arrays; never written
         self._unused_one = self._neutral(1)
 
@@ -71,11 +72,11 @@ class Rows:
     def _seat(self, row: int, sequence: Live) -> None:
         """Bring the row's knobs up to this token. What is there of the sequence is only good if it is one token behind: the sequence may
         have gone on in another row meanwhile, and its earlier row may have had no one else in it that decodes."""
-        is_one_behind = self._seated[row] == (sequence.seq_id, sequence.num_generated - 1)
+        is_one_behind = self._seated[row] == (sequence.seq_id, sequence.num_generated - 1, sequence.num_dropped)
         if not is_one_behind or sequence.num_generated <= sequence.params.min_tokens:
             _describe(self._knobs, row, sequence)
-        self._seated[row] = (sequence.seq_id, sequence.num_generated)
-        knobs, length = self._knobs, len(sequence.prompt) + sequence.num_generated
+        self._seated[row] = (sequence.seq_id, sequence.num_generated, sequence.num_dropped)
+        knobs, length = self._knobs, len(sequence.prompt) + sequence.num_generated - sequence.num_dropped
         knobs.num_generated[row] = sequence.num_generated
         if sequence.wants_history:
             knobs.history[row, length - 1] = sequence.output.token_ids[-1]
@@ -103,9 +104,9 @@ class Rows:
 def input_token(entry: DecodeRow, sequence: Live) -> int:
     """The generated token whose cell this row computes: the newest, or in a replay the one that was fed there before.
 
-    Prompt 3: position 3 is fed generated token 0, position 52 token 49.
+    Prompt 3: position 3 is fed generated token 0, position 52 token 49, or token 59 if shifts have dropped 10.
     """
-    return sequence.output.token_ids[entry.position - len(sequence.prompt)]
+    return sequence.output.token_ids[entry.position + entry.num_dropped - len(sequence.prompt)]
 
 
 def _describe(knobs: Knobs, row: int, sequence: Live) -> None:
@@ -119,9 +120,9 @@ def _describe(knobs: Knobs, row: int, sequence: Live) -> None:
     knobs.num_generated[row] = sequence.num_generated
     knobs.wants_top[row] = bool(p.logprobs)
     if sequence.wants_history:
-        said = [*sequence.prompt, *sequence.output.token_ids]
+        said = sequence.context
         knobs.history[row, : len(said)] = said
-        knobs.prompt_len[row], knobs.history_len[row] = len(sequence.prompt), len(said)
+        knobs.prompt_len[row], knobs.history_len[row] = sequence.prompt_in_context, len(said)
     _describe_bias(knobs, row, sequence)
 
 

@@ -22,6 +22,7 @@ from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding, storage_dtype
 from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
+from jaxkv.shifting import ROTATE_PAGES, check_default_shift
 from jaxkv.transfer import HostMemory, Transfer, TransferSettings, choose_mode, probe_host_memory
 
 MIB = 2**20
@@ -59,6 +60,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     stage.skip()
     host = probe_host_memory(pool_sharding(mesh))
     layout = size_pool(config, plan.layout, shapes, mesh)
+    check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
     mode = choose_mode(config.transfer.mode, mesh.devices.flat[0].platform, host)
     transfers = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
     programs = build_programs(checkpoint.model, layout, shapes, mesh, transfers, exact_float32=dtype == "float32")
@@ -116,6 +118,7 @@ def outline(config: Config) -> Outline:
     check_staging(config, layout)
     if config.pool.tokens is not None:
         check_pool(config, shapes)
+        check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
     return Outline(info, mesh, dtype, shapes, layout)
 
 
@@ -268,6 +271,9 @@ def warm_up(weights: Weights, pool: PoolHolder, transfer: Transfer, programs: Pr
     pool.arrays, sampled = programs.prefill.run(weights, pool.arrays, prefill)
     pool.arrays, sampled = programs.decode.run(weights, pool.arrays, decode)
     np.asarray(sampled.token)
+    if programs.rotate is not None:
+        beyond = np.full(ROTATE_PAGES, layout.num_pages + 1, np.int32)
+        pool.arrays = programs.rotate.run(pool.arrays, beyond, beyond, np.int32(0))
     chunk = Chunk(seq_id=-1, epoch=0, index=0, pages=(0,), host_id=-1)
     for move, settled in ((transfer.park, "parked"), (transfer.restore, "restored")):
         move(chunk, step=0)

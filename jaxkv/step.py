@@ -13,6 +13,7 @@ from jaxkv.live import Live
 from jaxkv.samples import Samples
 from jaxkv.sampling import Sampled
 from jaxkv.scheduler import Chunk, Outcome, Plan, State
+from jaxkv.shifting import rotate_pages
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine
@@ -27,6 +28,7 @@ def take_step(engine: "Engine") -> Plan:
         with phases("plan"):
             plan = make_plan(engine)
         with phases("move"):
+            shift_contexts(engine, plan)
             move(engine, plan)
         prefilled, decoded = dispatch(engine, plan)
         with phases("collect"):
@@ -74,6 +76,15 @@ def take_note(engine: "Engine", plan: Plan) -> None:
             engine.sequences[note.seq_id].pause(now)
         elif note.kind == "restore":
             resume(engine, note.seq_id, now)
+
+
+def shift_contexts(engine: "Engine", plan: Plan) -> None:
+    """Turn the keys of contexts that drop tokens; first of all, since a dropped page may be somebody else's in this very step."""
+    parts = engine.parts
+    for shift in plan.shifts:
+        assert parts.programs.rotate is not None, "no request shifts where the model cannot"
+        with blaming(shift.seq_id):
+            parts.pool.arrays = rotate_pages(parts.programs.rotate.run, parts.pool.arrays, shift, parts.layout.num_pages)
 
 
 def move(engine: "Engine", plan: Plan) -> None:

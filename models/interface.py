@@ -21,7 +21,10 @@ class Attend(Protocol):
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """Every family's module: hidden states and cache from tokens, logits from hidden states."""
+    """Every family's module: hidden states and cache from tokens, logits from hidden states.
+
+    A family whose keys simply turn with their position may also have `move_keys` (as `Llama` does); without it no context can shift.
+    """
 
     def __call__(
         self, tokens: Int[Array, " t"], positions: Int[Array, " t"], cache: Any, attend: Attend

@@ -103,6 +103,12 @@ class Llama(nnx.Module):
         return head.logits(hidden)
 
     @staticmethod
+    def move_keys(config: ModelConfig, keys: Float[Array, "t n d"], num_positions: Int[Array, ""]) -> Float[Array, "t n d"]:
+        """Keys as attention stores them, as they would be so many positions further on (below zero: back)."""
+        distances = jnp.broadcast_to(num_positions, keys.shape[:1])
+        return rotate(keys, *rope_angles(distances, rope_frequencies(config.rope, config.head_dim)))
+
+    @staticmethod
     def partition(path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec:
         """How the parameter `path` (for example "layers.0.attn.q.weight") is split over the mesh's axis "tensor"."""
         return by_rule(SPLIT, path, shape, num_shards)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from jaxkv.scheduler.images import HostLedger, ImageChunk
 from jaxkv.scheduler.ledger import PageLedger
 from jaxkv.scheduler.lines import Line
-from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Plan, PrefillChunk, SchedulerConfig, TableUpdate
+from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Plan, PrefillChunk, SchedulerConfig, Shift, TableUpdate
 from jaxkv.scheduler.sequence import Sequence
 
 
@@ -48,6 +48,7 @@ class Counters:
     num_last_resorts: int = 0
     num_restores: int = 0  # returns, by copies or by replay
     num_replayed_tokens: int = 0  # computed again
+    num_shifts: int = 0  # contexts that were full and dropped tokens, replays not counted
     num_ended_parked: int = 0  # ended between a park and the end of the return
     num_kept_hits: int = 0  # chunks that a park found in host memory and did not copy
     kept_bytes_saved: int = 0  # theirs, padding included
@@ -65,6 +66,7 @@ class Turn:
     now: float
     chunks_left: int
     is_pressed_out: bool = False  # the step does not fit, and nobody is left to park
+    shifts: list[Shift] = field(default_factory=list)
     park: list[Chunk] = field(default_factory=list)
     restore: list[Chunk] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
@@ -74,7 +76,14 @@ class Turn:
 
     def plan(self) -> Plan:
         return Plan(
-            self.step, tuple(self.park), tuple(self.restore), tuple(self.tables), self.prefill, tuple(self.decode), tuple(self.notes)
+            self.step,
+            tuple(self.shifts),
+            tuple(self.park),
+            tuple(self.restore),
+            tuple(self.tables),
+            self.prefill,
+            tuple(self.decode),
+            tuple(self.notes),
         )
 
 

@@ -21,9 +21,11 @@ def fill_batch(books: Books, turn: Turn) -> None:
 def decode_row(books: Books, turn: Turn, seq: Sequence) -> None:
     """Put a sequence into the decode batch if it can have the cell its input token is written to."""
     is_decoding = seq.state is State.DECODING
-    if (is_decoding or seq.wants_row) and (has_next_cell(books.config, seq) or grow(books, turn, seq)):
+    if not (is_decoding or seq.wants_row) or (seq.shift is not None and seq.is_full):
+        return
+    if has_next_cell(books.config, seq) or grow(books, turn, seq):
         assert seq.row is not None
-        turn.decode.append(DecodeRow(seq.seq_id, seq.row, seq.num_cells, not is_decoding))
+        turn.decode.append(DecodeRow(seq.seq_id, seq.row, seq.num_cells, not is_decoding, seq.num_dropped))
 
 
 def fill_prefill(books: Books, turn: Turn, leader: Sequence) -> None:

@@ -94,9 +94,9 @@ def check_parks(books: Books, live: list[Sequence]) -> None:
 def check_sequence(books: Books, seq: Sequence) -> None:
     """Its cells, pages and image agree with its state."""
     if seq.num_generated:
-        assert seq.whole_cells == need(seq.prompt_len, seq.num_generated)
+        assert seq.whole_computed == need(seq.prompt_len, seq.num_generated)
     assert seq.whole_cells <= most_cells(seq)
-    assert not seq.replay_to or (seq.num_cells < seq.replay_to and seq.state in (State.PARKED, State.REPLAYING))
+    assert not seq.replay_to or (seq.num_computed < seq.replay_to and seq.state in (State.PARKED, State.REPLAYING))
     assert (seq.state is State.REPLAYING) <= (seq.replay_to > 0)
     num_pages = pages_for(seq.whole_cells, books.config.page_size)
     assert (seq.row is None) == (seq.state in (State.WAITING, State.PARKING, State.PARKED))

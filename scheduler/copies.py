@@ -15,7 +15,7 @@ from jaxkv.scheduler.sequence import AWAY, Sequence, State
 
 def spans(books: Books, seq: Sequence) -> list[Span]:
     """The spans of pages that an image of it would have now: none while it only shares what it found."""
-    config, num_cells = books.config, seq.num_cells if seq.num_cells > seq.num_cached else 0
+    config, num_cells = books.config, seq.num_cells if seq.num_computed > seq.num_cached else 0
     return cut(pages_for(num_cells, config.page_size), num_cells // config.page_size, config.chunk_pages, seq.page_keys)
 
 
@@ -36,7 +36,7 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     image = books.host.take(seq.seq_id, spans(books, seq), seq.kept)
     if image is None:
         return False
-    if seq.num_cells == seq.num_cached:
+    if seq.num_computed == seq.num_cached:
         seq.num_cells = seq.num_cached = 0
     books.host.let_go(seq.kept)
     seq.image, seq.kept = image, {}
@@ -110,7 +110,7 @@ def finish_restore(books: Books, seq: Sequence) -> None:
 def back_to_work(books: Books, seq: Sequence) -> None:
     """The return is complete, by copies or by replay."""
     seq.parked_since = None
-    seq.state = State.PREFILLING if seq.num_cells < seq.prompt_len else State.DECODING
+    seq.state = State.PREFILLING if seq.prompt_left else State.DECODING
     books.counters.num_restores += 1
 
 

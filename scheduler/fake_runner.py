@@ -1,22 +1,24 @@
-"""A runner without a device: it carries out plans on pages whose cells are (content, position, epoch) triples, and checks every read.
+"""A runner without a device: it carries out plans on pages whose cells say what was written there, and checks every read.
 
-The content of a prompt page with a key is its key, whoever computed it; everything else is its sequence's own. So a sequence that shares a
-page reads what it would have computed, or this is an AssertionError.
+A cell is (content, token, epoch, turned): whose it is, which of its tokens, in which epoch it was computed, and by how many positions its
+key was turned back since, by shifts of the context. The content of a prompt page with a key is its key, whoever computed it; everything
+else is its sequence's own. So a sequence that shares a page reads what it would have computed, or this is an AssertionError.
 
-It is as unkind as a device may be. A held copy reads its pages only when it lands, a restore scribbles over its pages when it starts and
-fills them when it lands, also after a cancel, and copies land as late as `delay` says. What is dropped is gone, and computed again it has
-another epoch. So a page handed on too soon, a row scheduled too early, a token computed twice that was not lost, or again by another
-program, or a host byte over the budget is an AssertionError here. `FakeLoop` turns plans into steps, as an engine does.
+The runner is as unkind as a device may be. A held copy reads its pages only when it lands, a restore scribbles over its pages when it
+starts and fills them when it lands, also after a cancel, and copies land as late as `delay` says. What is dropped is gone, and computed
+again it has another epoch. So a page handed on too soon, a row scheduled too early, a token computed twice that was not lost, or again by
+another program, or a host byte over the budget is an AssertionError here. `FakeLoop` turns plans into steps, as an engine does.
 """
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
-from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Outcome, Plan, PrefillChunk, SchedulerConfig, TableUpdate
+from jaxkv.scheduler.plan import Chunk, ContextShift, DecodeRow, Note, Outcome, Plan, PrefillChunk, SchedulerConfig, Shift, TableUpdate
 from jaxkv.scheduler.scheduler import Scheduler
 from jaxkv.scheduler.sequence import OVER, State
 
-Cell = tuple[Hashable, int, int] | None  # content, position, the epoch in which it was computed
+Written = tuple[Hashable, int, int, int]  # content, token, the epoch in which it was computed, positions turned back since
+Cell = Written | None
 Pages = list[list[Cell]]
 
 
@@ -43,11 +45,12 @@ class FakeRunner:
         self.tables: list[list[int]] = [[] for _ in range(config.rows)]
         self.host: dict[int, Pages] = {}  # by the number that chunks call it by
         self.flights: list[Copy] = []
-        self.written: dict[int, list[int]] = {}  # the epoch in which each position was computed
+        self.written: dict[int, list[Written]] = {}  # what the cells of each context must hold
+        self.num_written: dict[int, int] = {}  # tokens, those included that left the context
         self.epochs: dict[int, int] = {}
         self.keys: dict[int, tuple[Hashable, ...]] = {}
         self.found: dict[int, int] = {}  # prompt cells that were there already
-        self.programs: dict[int, list[str]] = {}  # which one first computed each position
+        self.programs: dict[int, list[tuple[str, int]]] = {}  # which one first computed each token, at which position
 
     @property
     def free_chunks(self) -> int:
@@ -61,6 +64,7 @@ class FakeRunner:
     def start(self, seq_id: int, page_keys: tuple[Hashable, ...] = ()) -> None:
         """A new sequence, of which nothing is computed."""
         self.written[seq_id] = []
+        self.num_written[seq_id] = 0
         self.epochs[seq_id] = 0
         self.keys[seq_id] = page_keys
         self.found[seq_id] = 0
@@ -69,6 +73,7 @@ class FakeRunner:
     def lose(self, seq_id: int) -> None:
         """What a sequence had computed is gone, its image too: its flights land as strays."""
         self.written[seq_id] = []
+        self.num_written[seq_id] = 0
         self.found[seq_id] = 0
         self.epochs[seq_id] += 1
 
@@ -100,6 +105,8 @@ class FakeRunner:
 
     def run(self, plan: Plan) -> Outcome:
         """Carry out a plan in its order; the ends are for the caller to say."""
+        for shift in plan.shifts:
+            self._shift(shift)
         for note in plan.notes:
             if note.kind == "drop":
                 self.lose(note.seq_id)
@@ -116,6 +123,13 @@ class FakeRunner:
         assert self.config.host_budget_bytes is None or self.host_bytes <= self.config.host_budget_bytes, "the host budget is exceeded"
         self.time += 1
         return Outcome(prefilled=plan.prefill, decoded=tuple(row.seq_id for row in plan.decode))
+
+    def _shift(self, shift: Shift) -> None:
+        for source, page in zip(shift.sources, shift.pages, strict=True):
+            self.pool[page] = [cell and turn_back(cell, shift.n_discard) for cell in self.pool[source]]
+        if context := self.written.get(shift.seq_id):
+            first = shift.n_keep + shift.n_discard
+            self.written[shift.seq_id] = context[: shift.n_keep] + [turn_back(cell, shift.n_discard) for cell in context[first:]]
 
     def _park(self, chunk: Chunk) -> None:
         assert chunk.host_id not in self.host, f"{chunk} is copied a second time"
@@ -160,8 +174,10 @@ class FakeRunner:
         self._read(chunk.seq_id, chunk.row, end)
 
     def _decode(self, row: DecodeRow) -> None:
-        assert self._key(row.seq_id, row.position) is None, f"{row} writes into a prompt page"
-        assert row.is_replay == (row.position < len(self.programs[row.seq_id])), f"{row} after {len(self.programs[row.seq_id])} cells"
+        token, num_known = self.num_written[row.seq_id], len(self.programs[row.seq_id])
+        assert self._key(row.seq_id, token) is None, f"{row} writes into a prompt page"
+        assert row.is_replay == (token < num_known), f"{row} after {num_known} cells"
+        assert row.position + row.num_dropped == token, f"{row} is fed the wrong token after {token}"
         self._write(row.seq_id, row.row, row.position, "decode")
         self._read(row.seq_id, row.row, row.position + 1)
 
@@ -172,35 +188,35 @@ class FakeRunner:
         )
         cells = [cell for page in self.tables[row] for cell in self.pool[page]][:start]
         for position, cell in enumerate(cells):
-            assert cell == (self._key(seq_id, position), position, 0), f"sequence {seq_id} finds {cell} at {position}"
-            self.written[seq_id].append(0)
-        self.programs[seq_id] += ["prefill"] * (start - len(self.programs[seq_id]))
-        self.found[seq_id] = start
+            assert cell == (self._key(seq_id, position), position, 0, 0), f"sequence {seq_id} finds {cell} at {position}"
+            self.written[seq_id].append(self._cell(seq_id, position))
+        self.programs[seq_id] += [("prefill", position) for position in range(len(self.programs[seq_id]), start)]
+        self.found[seq_id] = self.num_written[seq_id] = start
 
-    def _cell(self, seq_id: int, position: int) -> Cell:
-        """What is to be there: in a prompt page with a key the same for all who have it, whenever it was computed."""
-        key = self._key(seq_id, position)
-        return (seq_id, position, self.written[seq_id][position]) if key is None else (key, position, 0)
+    def _cell(self, seq_id: int, token: int) -> Written:
+        """What is computed now: in a prompt page with a key the same for all who have it, whenever it is computed."""
+        key = self._key(seq_id, token)
+        return (seq_id, token, self.epochs[seq_id], 0) if key is None else (key, token, 0, 0)
 
-    def _key(self, seq_id: int, position: int) -> Hashable | None:
-        page, keys = position // self.config.page_size, self.keys[seq_id]
+    def _key(self, seq_id: int, token: int) -> Hashable | None:
+        page, keys = token // self.config.page_size, self.keys[seq_id]
         return keys[page] if page < len(keys) else None
 
     def _write(self, seq_id: int, row: int, position: int, program: str) -> None:
-        written, programs = self.written[seq_id], self.programs[seq_id]
+        written, programs, token = self.written[seq_id], self.programs[seq_id], self.num_written[seq_id]
         assert position == len(written), f"sequence {seq_id} computes position {position} after {len(written)}"
-        written.append(self.epochs[seq_id])
-        if position == len(programs):
-            programs.append(program)
-        assert programs[position] == program, (
-            f"position {position} of sequence {seq_id} was computed by {programs[position]}, now by {program}"
-        )
+        written.append(self._cell(seq_id, token))
+        self.num_written[seq_id] += 1
+        if token == len(programs):
+            programs.append((program, position))
+        now = program, position
+        assert programs[token] == now, f"token {token} of sequence {seq_id} was computed by {programs[token]}, now by {now}"
         page, cell = divmod(position, self.config.page_size)
-        self.pool[self.tables[row][page]][cell] = self._cell(seq_id, position)
+        self.pool[self.tables[row][page]][cell] = written[position]
 
     def _read(self, seq_id: int, row: int, num_cells: int) -> None:
         cells = [cell for page in self.tables[row] for cell in self.pool[page]][:num_cells]
-        expected = [self._cell(seq_id, position) for position in range(len(self.written[seq_id]))]
+        expected = self.written[seq_id]
         assert cells == expected, f"sequence {seq_id} in row {row} reads {cells}, not {expected}"
 
 
@@ -214,8 +230,8 @@ class FakeLoop:
         self.runner = FakeRunner(config, delay, num_staging)
         self.scheduler = Scheduler(config, on_drop=self.runner.drop_chunk)
         self.tokens: dict[int, int] = {}
-        self.stops: dict[int, int] = {}
-        self.limits: dict[int, int] = {}
+        self.stops: dict[int, int | None] = {}
+        self.limits: dict[int, int | None] = {}
         self.ends: dict[int, State] = {}
         self.notes: list[tuple[int, Note]] = []
         self.num_steps = 0
@@ -231,14 +247,17 @@ class FakeLoop:
         priority: int = 0,
         page_keys: tuple[Hashable, ...] = (),
         keeps_prefix: bool = True,
-    ) -> int:
+        shift: ContextShift | None = None,
+    ) -> int | None:
         """Add a sequence; it stops by itself after `stops_after` tokens, if its limit lets it."""
         now = float(self.num_steps)
-        limit = self.scheduler.add(seq_id, prompt_len, max_new, now, priority=priority, page_keys=page_keys, keeps_prefix=keeps_prefix)
+        limit = self.scheduler.add(
+            seq_id, prompt_len, max_new, now, priority=priority, page_keys=page_keys, keeps_prefix=keeps_prefix, shift=shift
+        )
         self.runner.start(seq_id, page_keys)
         self.tokens[seq_id] = 0
         self.limits[seq_id] = limit
-        self.stops[seq_id] = min(limit, stops_after or limit)
+        self.stops[seq_id] = min((at for at in (limit, stops_after) if at), default=None)
         return limit
 
     def cancel(self, seq_id: int) -> str:
@@ -265,7 +284,7 @@ class FakeLoop:
         for view in self.scheduler.snapshot().sequences:
             if view.state is State.PARKED and not self.scheduler.image(view.seq_id):
                 self.runner.lose(view.seq_id)
-        finished = {seq_id: "stop" for seq_id, num in live.items() if num >= self.stops[seq_id]}
+        finished = {seq_id: "stop" for seq_id, num in live.items() if num == self.stops[seq_id]}
         self._commit(Outcome(finished=finished), now)
 
     def step(self) -> Plan:
@@ -320,6 +339,12 @@ class FakeLoop:
             if state in OVER:
                 self.ends[seq_id] = state
                 self.runner.drop(seq_id)
+
+
+def turn_back(cell: Written, num_positions: int) -> Written:
+    """A cell whose key was turned back once more."""
+    content, token, epoch, turned = cell
+    return content, token, epoch, turned + num_positions
 
 
 def all_finished(ends: Mapping[int, State]) -> bool:

@@ -13,7 +13,7 @@ def park_forced(books: Books, turn: Turn) -> None:
     is_set = books.config.park_every > 0 or books.config.park_seed is not None
     for seq in [seq for seq in books.residents if is_set or seq.park_asked]:
         if seq.state in RUNNING and seq.has_progressed and is_due(books, seq):
-            seq.forced_at, seq.park_asked = seq.num_cells, False
+            seq.forced_at, seq.park_asked = seq.num_computed, False
             if send_away(books, turn, seq, "forced"):
                 books.counters.num_parks_forced += 1
             else:
@@ -44,6 +44,6 @@ def is_due(books: Books, seq: Sequence) -> bool:
         return True
     every = books.config.park_every
     at_count = seq.state is State.PREFILLING or (every and seq.num_generated % every == 0)
-    if every and at_count and seq.num_cells > seq.forced_at:
+    if every and at_count and seq.num_computed > seq.forced_at:
         return True
     return books.config.park_seed is not None and books.random.random() < RANDOM_PARKS

@@ -4,9 +4,11 @@ A sampled token gets its keys and values only when it is fed back, so the last o
 
     prompt 3, 4 generated: cells  p p p 1 2 3      need(3, 4) == 6; token 4 has no cell
     P cells in all: prompt 3 can generate P - 3 + 1 tokens
+
+A context that shifts never takes more cells than its length, whatever it generates.
 """
 
-from jaxkv.scheduler.plan import SchedulerConfig
+from jaxkv.scheduler.plan import ContextShift, SchedulerConfig
 from jaxkv.scheduler.sequence import Sequence
 
 
@@ -30,12 +32,16 @@ def pages_for(num_cells: int, page_size: int) -> int:
     return -(-num_cells // page_size)
 
 
-def answer_limit(config: SchedulerConfig, prompt_len: int, max_new: int | None) -> int:
-    """Tokens a prompt may generate; raises DoesNotFit when the prompt alone is too long, ValueError for a length below 1."""
+def answer_limit(config: SchedulerConfig, prompt_len: int, max_new: int | None, shift: ContextShift | None = None) -> int | None:
+    """Tokens a prompt may generate, None without end; DoesNotFit when the prompt alone is too long, ValueError for a length below 1."""
     if prompt_len < 1:
         raise ValueError(f"a prompt has at least 1 token, got {prompt_len}")
     if max_new is not None and max_new < 1:
         raise ValueError(f"a sequence generates at least 1 token, got {max_new}")
+    if shift is not None:
+        if prompt_len > shift.context_len:
+            raise DoesNotFit(prompt_len, shift.context_len, "context_len")
+        return max_new
     pool_tokens = config.num_pages * config.page_size
     has, setting = min((pool_tokens, "pool.tokens"), (config.max_len, "model.max_len"))
     if prompt_len > has:
@@ -52,13 +58,18 @@ def check_keys_fit(config: SchedulerConfig, prompt_len: int, num_keys: int) -> N
 
 
 def most_cells(seq: Sequence) -> int:
-    """Cells it takes if it runs to its limit."""
-    return need(seq.prompt_len, seq.limit)
+    """Cells it takes at most, from now on, if it runs to its limit."""
+    if seq.shift is None:
+        assert seq.limit is not None, "only a context that shifts has no end"
+        return need(seq.prompt_len, seq.limit)
+    if seq.limit is None:
+        return seq.shift.context_len
+    return min(seq.shift.context_len, need(seq.prompt_len, seq.limit) - seq.num_dropped)
 
 
 def chunk_len(config: SchedulerConfig, seq: Sequence) -> int:
     """Prompt tokens in its next prefill chunk; 0 once the prompt is computed."""
-    return max(0, min(config.prefill_chunk, seq.prompt_len - seq.num_cells))
+    return min(config.prefill_chunk, seq.prompt_left)
 
 
 def has_next_cell(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> bool:
@@ -68,7 +79,8 @@ def has_next_cell(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> bo
 
 def step_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
     """Pages it must hold to run its next chunk or decode step and `margin` tokens more."""
-    held, left = seq.whole_cells, seq.prompt_len - seq.whole_cells
+    held = seq.whole_cells
+    left = seq.prompt_len - (held if seq.shift is None else seq.whole_computed)
     num_cells = held + margin + (1 if left <= 0 else left if left < config.prefill_chunk else config.prefill_chunk)
     most = most_cells(seq)
     return pages_for(num_cells if num_cells < most else most, config.page_size)
@@ -80,7 +92,10 @@ def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
     With admission `reserve` that is all it may ever need.
     """
     held = seq.whole_cells
-    held = held if held > seq.prompt_len else seq.prompt_len
+    if seq.shift is None:
+        held = held if held > seq.prompt_len else seq.prompt_len
+    else:
+        held += max(0, seq.prompt_len - seq.whole_computed)
     num_cells, most = held + 1 + margin, most_cells(seq)
     return pages_for(num_cells if num_cells < most and config.admission != "reserve" else most, config.page_size)
 

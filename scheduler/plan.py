@@ -42,6 +42,16 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextShift:
+    """When a sequence has `context_len` cells, the `n_discard` tokens after its first `n_keep` leave and it goes on. Whole pages, but for
+    `context_len`."""
+
+    context_len: int
+    n_keep: int
+    n_discard: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One transfer of at most `chunk_pages` pages, to or from one place in host memory. `index` counts the chunks of the image."""
 
@@ -62,6 +72,18 @@ class TableUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class Shift:
+    """Tokens n_keep .. n_keep + n_discard - 1 of a sequence's context leave. Those after them move up: the cells of `sources` turn back by
+    `n_discard` positions and land in `pages`, page by page (mostly the very same ones)."""
+
+    seq_id: int
+    n_keep: int
+    n_discard: int
+    sources: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Prompt tokens start .. start + length - 1 of a sequence; the first chunk starts where any page does. `is_last`: it ends the prompt,
     and its program samples the first token. `is_replay`: all of it was computed before, and nothing is sampled."""
@@ -75,21 +97,23 @@ class PrefillChunk:
 
 
 class DecodeRow(NamedTuple):
-    """One row of the decode batch. `position` is the cell its input token is written to: prompt_len + generated - 1.
+    """One row of the decode batch. `position` is its input token's cell: prompt_len + generated - 1, less what shifts have dropped.
 
-    `is_replay`: the cell was computed before, from the generated token number position - prompt_len; what the row samples is nobody's.
+    `is_replay`: the cell was computed before; what the row samples is nobody's. Either way its token is the generated one of number
+    position + num_dropped - prompt_len.
     """
 
     seq_id: int
     row: int
     position: int
     is_replay: bool = False
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
     """Something that happened while planning that a person may want to see: kind is one of
-    park, drop (parked without an image), restore, replay (the return of one that was dropped), park_refused, last_resort, admit."""
+    park, drop (parked without an image), restore, replay (the return of one that was dropped), shift, park_refused, last_resort, admit."""
 
     kind: str
     seq_id: int
@@ -102,9 +126,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one step does, in this order: park, restore, tables, prefill, decode."""
+    """What one step does, in this order: shifts, park, restore, tables, prefill, decode."""
 
     step: int
+    shifts: tuple[Shift, ...] = ()
     park: tuple[Chunk, ...] = ()
     restore: tuple[Chunk, ...] = ()
     tables: tuple[TableUpdate, ...] = ()

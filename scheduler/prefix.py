@@ -15,7 +15,7 @@ from jaxkv.scheduler.sequence import Sequence
 
 def find_prefix(books: Books, seq: Sequence) -> list[int]:
     """The pages that it would share if it began now; it may have begun to share, but not to compute."""
-    if seq.num_cells != seq.num_cached:
+    if seq.num_computed != seq.num_cached:
         return []
     return books.pages.find(seq.page_keys[seq.num_cells // books.config.page_size :])
 

@@ -1,7 +1,8 @@
 """Sequences without an image: dropped where the host budget has no room or a copy is lost, and computed again to where they were.
 
 Owns nothing; knows no token. Cells come back in the order and by the programs that first computed them: the prompt chunk by chunk, then
-one cell a step through the sequence's decode row. `Sequence.wants_chunk` and `wants_row` say which is next, the runner knows the token.
+one cell a step through the sequence's decode row, with the shifts of its context where they were. `Sequence.wants_chunk` and `wants_row`
+say which is next, the runner knows the token.
 
     prompt 3, 50 generated: replay_to == 52, the cell of token 49; token 50 is fed by the step that makes token 51
 """
@@ -50,7 +51,7 @@ def drop(books: Books, seq: Sequence, now: float) -> None:
 
 def forget_cells(seq: Sequence, num_cells: int) -> None:
     """It has no cell any more, and so many to compute again."""
-    seq.replay_to, seq.num_cells, seq.num_cached = num_cells, 0, 0
+    seq.replay_to, seq.num_cells, seq.num_cached, seq.num_dropped = num_cells, 0, 0, 0
 
 
 def start_replay(books: Books, seq: Sequence) -> None:
@@ -61,13 +62,13 @@ def start_replay(books: Books, seq: Sequence) -> None:
 
 def advance(books: Books, seq: Sequence, num_cells: int) -> None:
     """Cells are there again; with the last of them it goes on as before the drop."""
-    books.counters.num_replayed_tokens += min(num_cells, seq.replay_to - seq.num_cells)
+    books.counters.num_replayed_tokens += min(num_cells, seq.replay_to - seq.num_computed)
     seq.num_cells += num_cells
     go_on_if_whole(books, seq)
 
 
 def go_on_if_whole(books: Books, seq: Sequence) -> None:
     """A replay ends with the last cell that was lost."""
-    if seq.state is State.REPLAYING and seq.num_cells >= seq.replay_to:
+    if seq.state is State.REPLAYING and seq.num_computed >= seq.replay_to:
         seq.replay_to = 0
         back_to_work(books, seq)

@@ -15,6 +15,7 @@ from jaxkv.scheduler.policies import RETURNS, Applicant
 from jaxkv.scheduler.prefix import num_in_use, share_prefix
 from jaxkv.scheduler.replay import start_replay
 from jaxkv.scheduler.sequence import Sequence, State
+from jaxkv.scheduler.shift import shift_pages
 
 LOOK_AHEAD = 32  # new ones that a policy may choose from: a plan does not walk the whole waiting line
 
@@ -42,8 +43,12 @@ def gate_margin(books: Books) -> int:
 
 def spare_pages(books: Books, margin: int) -> int:
     """Pages that are neither held or leaving nor promised to a resident; below zero where more is promised than there is."""
-    promised = sum(gate_pages(books.config, seq, margin) - len(seq.pages) for seq in books.residents)
-    return books.pages.num_free - promised
+    return books.pages.num_free - sum(promised_pages(books, seq, margin) for seq in books.residents)
+
+
+def promised_pages(books: Books, seq: Sequence, margin: int) -> int:
+    """Pages that a resident may still count on."""
+    return gate_pages(books.config, seq, margin) - len(seq.pages) + (0 if seq.shift is None else shift_pages(books, seq))
 
 
 def first_in_line(books: Books) -> Sequence | None:
@@ -76,7 +81,7 @@ def applicant(books: Books, turn: Turn, seq: Sequence, spare: int) -> Applicant:
     is_ready = seq.state is not State.PARKING and (turn.chunks_left > 0 or not seq.image)
     since = seq.added_at if seq.parked_since is None else seq.parked_since
     return Applicant(
-        seq.seq_id, seq.whole_cells, num_pages, seq.order, seq.num_parks, seq.priority, seq.limit - seq.num_generated, turn.now - since,
+        seq.seq_id, seq.whole_cells, num_pages, seq.order, seq.num_parks, seq.priority, seq.num_left, turn.now - since,
         fits=is_ready and num_pages <= spare,
     )  # fmt: skip
 

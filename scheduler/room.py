@@ -12,6 +12,7 @@ from jaxkv.scheduler.plan import Note
 from jaxkv.scheduler.policies import Candidate, VictimPolicy
 from jaxkv.scheduler.replay import drop_victim, send_away
 from jaxkv.scheduler.sequence import RUNNING, Sequence, State
+from jaxkv.scheduler.shift import shift_pages
 
 
 def serve_last_tokens(books: Books, turn: Turn) -> None:
@@ -59,6 +60,7 @@ def shortage(books: Books, margin: int = 0) -> int:
     for seq in books.residents:
         if seq.state is State.DECODING:
             num += 0 if has_next_cell(config, seq, margin) else missing_pages(config, seq, margin)
+            num += 0 if seq.shift is None else shift_pages(books, seq)
         elif seq is first:
             num += missing_pages(config, seq, margin)
     return num - books.pages.num_free
@@ -84,7 +86,7 @@ def is_last_token(books: Books, seq: Sequence) -> bool:
 
 def ends_now(books: Books, seq: Sequence) -> bool:
     """Whether this step is sure to be its last."""
-    return is_last_token(books, seq) and seq.state in RUNNING and not missing_pages(books.config, seq)
+    return is_last_token(books, seq) and seq.state in RUNNING and not seq.is_full and not missing_pages(books.config, seq)
 
 
 def list_candidates(books: Books) -> list[Candidate]:
@@ -107,7 +109,7 @@ def picture(books: Books, residents: list[Sequence]) -> list[Candidate]:
     return [
         Candidate(
             seq.seq_id, seq.num_cells, own_pages(books, seq), seq.order, seq.num_parks, is_last_token(books, seq),
-            seq.priority, seq.limit - seq.num_generated, seq is first[seq.priority],
+            seq.priority, seq.num_left, seq is first[seq.priority],
         )
         for seq in residents
     ]  # fmt: skip

@@ -14,13 +14,14 @@ from jaxkv.scheduler.config import validate
 from jaxkv.scheduler.copies import dispatch_parks, end, spoil
 from jaxkv.scheduler.forced import hold, park_forced, release
 from jaxkv.scheduler.need import answer_limit, check_keys_fit
-from jaxkv.scheduler.plan import Chunk, Outcome, Plan, SchedulerConfig
+from jaxkv.scheduler.plan import Chunk, ContextShift, Outcome, Plan, SchedulerConfig
 from jaxkv.scheduler.prefix import share_first
 from jaxkv.scheduler.recover import recover
 from jaxkv.scheduler.replay import drop
 from jaxkv.scheduler.returns import let_in
 from jaxkv.scheduler.room import last_resort, make_room, replay_one_if_stuck, serve_last_tokens
 from jaxkv.scheduler.sequence import AWAY, RUNNING, Sequence, State
+from jaxkv.scheduler.shift import check_shift, shift_contexts
 from jaxkv.scheduler.views import Snapshot, snapshot
 from jaxkv.scheduler.way import make_way
 
@@ -44,20 +45,23 @@ class Scheduler:
         priority: int = 0,
         page_keys: tuple[Hashable, ...] = (),
         keeps_prefix: bool = True,
-    ) -> int:
+        shift: ContextShift | None = None,
+    ) -> int | None:
         """Put a new sequence into the waiting line and return how many tokens it may generate at most.
 
-        That is `max_new`, or less where the pool or the model's length ends it sooner. One of a lower `priority` goes first. `page_keys`
-        name the content of its full prompt pages before the last prompt token, `keeps_prefix` says whether they stay to be found when
-        nobody holds them. Raises DoesNotFit if the prompt alone can never fit, ValueError for a length below 1, a priority that is no
-        integer, too many keys or an id in use.
+        That is `max_new`, or less where the pool or the model's length ends it sooner, which no context ever does that shifts. One of a
+        lower `priority` goes first. `page_keys` name the content of its full prompt pages before the last prompt token, `keeps_prefix` says
+        whether they stay to be found when nobody holds them. Raises DoesNotFit if the prompt alone can never fit, BadShift for a shift that
+        cannot work, ValueError for a length below 1, a priority that is no integer, too many keys or an id in use.
         """
         books = self._books
         if seq_id in books.sequences:
             raise ValueError(f"sequence {seq_id} is known already: forget it after its end, or choose another id")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"a priority is an integer, lower goes first; got {priority!r}")
-        limit = answer_limit(self.config, prompt_len, max_new)
+        if shift is not None:
+            check_shift(self.config, shift)
+        limit = answer_limit(self.config, prompt_len, max_new, shift)
         check_keys_fit(self.config, prompt_len, len(page_keys))
         seq = Sequence(
             seq_id,
@@ -68,6 +72,7 @@ class Scheduler:
             priority=priority,
             page_keys=page_keys,
             keeps_prefix=keeps_prefix,
+            shift=shift,
         )
         books.sequences[seq_id] = seq
         books.waiting.append(seq)
@@ -157,6 +162,7 @@ class Scheduler:
         books = self._books
         turn = Turn(books.num_steps, now, min(free_chunks, self.config.chunks_per_step))
         books.num_steps += 1
+        shift_contexts(books, turn)
         share_first(books, turn)
         park_forced(books, turn)
         serve_last_tokens(books, turn)

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from jaxkv.scheduler.images import ImageChunk
-from jaxkv.scheduler.plan import Chunk
+from jaxkv.scheduler.plan import Chunk, ContextShift
 
 
 class State(StrEnum):
@@ -64,12 +64,13 @@ class Sequence:
 
     seq_id: int
     prompt_len: int
-    limit: int  # tokens it may generate
+    limit: int | None  # tokens it may generate; None where only a shifting context goes on without end
     order: int
     added_at: float
     priority: int = 0  # lower goes first
     page_keys: tuple[Hashable, ...] = ()  # one per full prompt page before the last prompt token; equal keys, equal content
     keeps_prefix: bool = True  # its prompt pages stay in the pool, while there is room, when nobody holds them any more
+    shift: ContextShift | None = None
     state: State = State.WAITING
     row: int | None = None
     pages: list[int] = field(default_factory=list)  # held by a resident, in logical order
@@ -87,10 +88,11 @@ class Sequence:
 
     num_parks: int = 0
     num_shifts: int = 0  # times its context was shifted
+    num_dropped: int = 0  # tokens that left its context; a replay counts anew
     parked_since: float | None = None
     entered_at: float = 0.0  # when it last got a row
     has_progressed: bool = True  # since its last return: a chunk or a token
-    forced_at: int = 0  # cells it had when a forced park last came due
+    forced_at: int = 0  # cells it had computed when a forced park last came due
     park_asked: bool = False
     is_held: bool = False  # an operator's park: it stays away, out of the line, until it is released
     was_refused: bool = False  # since its last park: the host budget had no room for its image
@@ -100,26 +102,57 @@ class Sequence:
     reason: str = ""  # why it ended
 
     @property
+    def num_computed(self) -> int:
+        """Cells computed so far, those included that left its context."""
+        return self.num_cells + self.num_dropped
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its next token would be written past its context."""
+        is_at_end = self.shift is not None and self.num_cells == self.shift.context_len
+        return is_at_end and (self.state is State.DECODING or self.state is State.REPLAYING)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it may still generate; without a limit, those that its context has room for until it shifts."""
+        if self.limit is not None:
+            return self.limit - self.num_generated
+        return self.shift.context_len - self.num_cells if self.shift else 0
+
+    @property
+    def prompt_left(self) -> int:
+        """Prompt tokens still to compute."""
+        return max(0, self.prompt_len - self.num_cells - self.num_dropped)
+
+    @property
     def is_over(self) -> bool:
         return self.state in OVER
 
     @property
     def whole_cells(self) -> int:
-        """Cells it has or computes again: what it is worth, and what its pages must hold."""
-        return self.replay_to if self.replay_to > self.num_cells else self.num_cells
+        """Cells it has or, in a replay, will have at most: what it is worth, and what its pages must hold."""
+        if not self.replay_to:
+            return self.num_cells
+        num_cells = max(self.replay_to - self.num_dropped, self.num_cells)  # it may find more in the pool than it had
+        return num_cells if self.shift is None else min(num_cells, self.shift.context_len)
+
+    @property
+    def whole_computed(self) -> int:
+        """Cells that it computed, lost or not, those included that left its context."""
+        return max(self.replay_to, self.num_cells + self.num_dropped)
 
     @property
     def made_cells(self) -> int:
         """Cells to compute again if it is dropped: none where it only found some of its prompt in the pool."""
-        return self.replay_to or (0 if self.num_cells == self.num_cached else self.num_cells)
+        return self.replay_to or (0 if self.num_computed == self.num_cached else self.num_computed)
 
     @property
     def wants_chunk(self) -> bool:
         """Whether its next cells are prompt tokens, computed for the first time or again."""
-        return self.state is State.PREFILLING or (self.state is State.REPLAYING and self.num_cells < self.prompt_len)
+        return self.state is State.PREFILLING or (self.state is State.REPLAYING and self.num_computed < self.prompt_len)
 
     @property
     def wants_row(self) -> bool:
         """Whether its next cell is a generated token's, computed for the first time or again."""
         state = self.state
-        return state is State.DECODING or (state is State.REPLAYING and self.num_cells >= self.prompt_len)
+        return state is State.DECODING or (state is State.REPLAYING and self.num_computed >= self.prompt_len)

@@ -14,10 +14,11 @@ class SequenceView:
     state: State
     row: int | None
     prompt_len: int
-    limit: int
+    limit: int | None
     num_tokens: int
     num_cells: int
     num_generated: int
+    num_shifts: int
     num_pages: int  # held by it as a resident
     image_pages: int
     parked_since: float | None
@@ -25,6 +26,7 @@ class SequenceView:
     priority: int
     replay_to: int = 0  # cells to compute again before it goes on
     is_held: bool = False  # away until an operator lets it go
+    whole_cells: int = 0  # what it has or, in a replay, will have at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ def view(seq: Sequence) -> SequenceView:
     """The picture of one sequence."""
     num_tokens = seq.prompt_len + seq.num_generated
     return SequenceView(
-        seq.seq_id, seq.state, seq.row, seq.prompt_len, seq.limit, num_tokens, seq.num_cells, seq.num_generated,
-        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority, seq.replay_to, seq.is_held,
+        seq.seq_id, seq.state, seq.row, seq.prompt_len, seq.limit, num_tokens, seq.num_cells, seq.num_generated, seq.num_shifts,
+        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority, seq.replay_to, seq.is_held, seq.whole_cells,
     )  # fmt: skip
 
 

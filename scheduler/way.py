@@ -13,7 +13,7 @@ from jaxkv.scheduler.need import gate_pages
 from jaxkv.scheduler.policies import Candidate
 from jaxkv.scheduler.prefix import num_in_use
 from jaxkv.scheduler.replay import send_away
-from jaxkv.scheduler.returns import first_in_line, gate_margin, spare_pages
+from jaxkv.scheduler.returns import first_in_line, gate_margin, promised_pages, spare_pages
 from jaxkv.scheduler.room import ends_now, may_leave, num_leaving, picture, refuse
 from jaxkv.scheduler.sequence import Sequence, State
 
@@ -80,7 +80,7 @@ def choose_victims(books: Books, head: Sequence, residents: list[Sequence], pick
 
     def fits_without(victims: list[Sequence]) -> bool:
         own_margin = margin if len(victims) < len(books.residents) else 0
-        promised = sum(gate_pages(books.config, seq, margin) - len(seq.pages) for seq in victims)
+        promised = sum(promised_pages(books, seq, margin) for seq in victims)
         return spare + promised + num_freed(books, victims) >= gate_pages(books.config, head, own_margin) - shared
 
     if has_row and spare >= gate_pages(books.config, head, margin if books.residents else 0) - num_in_use(books, head):

@@ -164,6 +164,12 @@ class RequestSection(Section):
     n: int | None = Field(default=None, ge=1, le=128, description="choices for each prompt, which share its pages")
     cache_prompt: bool | None = Field(default=None, description="false shares prompt pages with no other request")
     cache_salt: str | None = Field(default=None, description="requests with different ones share no prompt pages")
+    context_shift: bool | None = Field(default=None, description="a full context drops tokens and goes on; null is false")
+    context_len: int | None = Field(default=None, ge=1, description="tokens of a context that shifts; null is the model's limit")
+    n_keep: int | None = Field(default=None, ge=0, description="first tokens that no shift drops, in whole pages; null is 0")
+    n_discard: int | None = Field(
+        default=None, ge=1, description="tokens that a shift drops after them, in whole pages; null is half of what is not kept"
+    )
 
 
 class RunSection(Section):

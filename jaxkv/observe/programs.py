@@ -16,12 +16,12 @@ from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint
 from jaxkv.models.parameters import abstract_model, shardings
 from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolLayout, pool_sharding
-from jaxkv.programs import Recipe, Shapes, jit_recipe, step_recipes
+from jaxkv.programs import Recipe, Shapes, jit_recipe, shift_recipes, step_recipes
 from jaxkv.startup import check_pool, check_staging, choose_dtype, choose_shapes, make_mesh, plan_layout, size_pool
 from jaxkv.transfer import HOST_KIND, HostMemory, choose_mode, host_sharding
 
-_NAMES = {"prefill": ("weights", "pool", "batch"), "decode": ("weights", "pool", "batch"), "gather": ("pool", "ids", "into")}
-_NAMES |= {"scatter": ("pool", "pages", "ids")}
+_NAMES: dict[str, tuple[str, ...]] = {"prefill": ("weights", "pool", "batch"), "decode": ("weights", "pool", "batch")}
+_NAMES |= {"gather": ("pool", "ids", "into"), "scatter": ("pool", "pages", "ids"), "rotate": ("pool", "sources", "targets", "distance")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ def list_programs(config: Config) -> ProgramList:
     host = HostMemory(host_sharding(pool_sharding(mesh)), HOST_KIND)
     mode = choose_mode(config.transfer.mode, device.platform, host)
     recipes = step_recipes(model, layout, shapes, mesh) | mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
+    recipes |= shift_recipes(model, layout, mesh)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         found = tuple(measure(name, recipe, mesh) for name, recipe in recipes.items())
     return ProgramList(info.config.model_type, dtype, f"{mesh.size} x {device.device_kind}", layout.num_tokens, found)

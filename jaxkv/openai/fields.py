@@ -87,6 +87,10 @@ def readers(vocab_size: int) -> dict[str, Reader]:
         "cache_salt": text,
         "priority": integer(MIN_PRIORITY, MAX_PRIORITY, "lower is served first"),
         "service_tier": text,
+        "context_shift": boolean,
+        "context_len": integer(1),
+        "n_keep": integer(0),
+        "n_discard": integer(1),
     }
 
 

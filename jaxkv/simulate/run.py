@@ -93,6 +93,7 @@ class Simulation:
             except DoesNotFit:
                 self._ends[seq_id] = self.now, "refused"
                 continue
+            assert limit is not None, "no context of a simulated load shifts"
             self._limits[seq_id] = limit
             self._left[seq_id] = min(limit, request.answer_len)
             self._pauses[seq_id] = []

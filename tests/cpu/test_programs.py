@@ -21,6 +21,7 @@ from jaxkv.programs import (
     compile_program,
     example_batches,
     jit_recipe,
+    shift_recipes,
     step_recipes,
     take_apart,
 )
@@ -43,7 +44,8 @@ def layout(dtype: str, num_pages: int, storage: str | None = None) -> PoolLayout
 
 def recipes(checkpoint: Checkpoint, shape: PoolLayout) -> dict[str, Recipe]:
     mesh = one_device()
-    return step_recipes(checkpoint.model, shape, SHAPES, mesh) | transfer_recipes(shape, SHAPES.transfer_pages, mesh, None)
+    moves = transfer_recipes(shape, SHAPES.transfer_pages, mesh, None) | shift_recipes(checkpoint.model, shape, mesh)
+    return step_recipes(checkpoint.model, shape, SHAPES, mesh) | moves
 
 
 def dtype_of(checkpoint: Checkpoint) -> str:
@@ -72,20 +74,23 @@ def test_the_pool_is_donated_and_updated_in_place(checkpoint: Checkpoint, compil
     decode, prefill = example_batches(SHAPES, shape)
     moved = [(jnp.ones((4, *shape.page_shape), shape.storage),) * 2 for _ in range(3)]
     ids = np.array([1, 2, 3, LARGE + 1], np.int32)
+    sixteen = np.arange(1, 17, dtype=np.int32)
     runs: dict[str, Callable[[PoolArrays], tuple[Any, ...]]] = {
         "decode": lambda pool: (weights, pool, decode),
         "prefill": lambda pool: (weights, pool, prefill),
         "scatter": lambda pool: (pool, moved, ids),
+        "rotate": lambda pool: (pool, sixteen, sixteen, np.int32(-4)),
     }
     for name, arguments in runs.items():
         before, places = pool, [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)]
-        pool, _ = compiled[LARGE][name].run(*arguments(pool))
+        out = compiled[LARGE][name].run(*arguments(pool))
+        pool = out if name == "rotate" else out[0]
         assert all(x.is_deleted() for x in jax.tree.leaves(before)), name
         assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)] == places, name
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("name", ["decode", "prefill", "gather", "scatter"])
+@pytest.mark.parametrize("name", ["decode", "prefill", "gather", "scatter", "rotate"])
 def test_every_program_lowers_for_an_accelerator_with_its_own_cells(checkpoint: Checkpoint, platform: str, name: str) -> None:
     dtype = dtype_of(checkpoint)
     recipe = recipes(checkpoint, layout(dtype, 64, storage=dtype))[name]
