@@ -5,7 +5,7 @@ from jaxkv.scheduler.copies import end, land
 from jaxkv.scheduler.plan import Outcome, PrefillChunk
 from jaxkv.scheduler.prefix import register_prefix
 from jaxkv.scheduler.replay import advance
-from jaxkv.scheduler.sequence import State
+from jaxkv.scheduler.sequence import Sequence, State
 
 
 def enter_outcome(books: Books, outcome: Outcome) -> None:
@@ -33,7 +33,7 @@ def prefilled(books: Books, chunk: PrefillChunk, reason: str) -> None:
     register_prefix(books, seq, chunk.start)
     if chunk.is_replay:
         return
-    seq.has_progressed = True
+    note_progress(books, seq)
     if chunk.is_last:
         seq.state = State.DECODING
         count_token(books, seq.seq_id, reason)
@@ -49,8 +49,15 @@ def decoded(books: Books, seq_id: int, reason: str) -> None:
         advance(books, seq, 1)
         return
     seq.num_cells += 1
-    seq.has_progressed = True
+    note_progress(books, seq)
     count_token(books, seq_id, reason)
+
+
+def note_progress(books: Books, seq: Sequence) -> None:
+    """With the first progress since its return all that came back has been verified, so its prompt pages may be found again."""
+    if not seq.has_progressed:
+        register_prefix(books, seq, 0)
+    seq.has_progressed = True
 
 
 def count_token(books: Books, seq_id: int, reason: str) -> None:

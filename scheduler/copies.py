@@ -68,10 +68,10 @@ def join_line(books: Books, seq: Sequence, now: float) -> None:
     books.counters.num_parks += 1
 
 
-def start_restore(books: Books, seq: Sequence) -> None:
-    """Begin to fill the pages it was just given."""
-    seq.copies_due = begin_copies(seq, [True] * len(seq.image))
-    seq.copies_left = set(range(len(seq.image)))
+def start_restore(books: Books, seq: Sequence, num_shared: int) -> None:
+    """Begin to fill the pages it was just given, all but the first `num_shared`, which it found in the pool."""
+    seq.copies_due = begin_copies(seq, [chunk.span.first >= num_shared for chunk in seq.image])
+    seq.copies_left = {chunk.index for chunk in seq.copies_due}
     seq.state = State.RESTORING
     if seq.copies_due:
         books.to_restore.append(seq)

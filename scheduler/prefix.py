@@ -14,7 +14,12 @@ from jaxkv.scheduler.sequence import Sequence
 
 
 def find_prefix(books: Books, seq: Sequence) -> list[int]:
-    """The pages that it would share if it began now; it may have begun to share, but not to compute."""
+    """The pages that it would share if it began now; it may have begun to share, but not to compute. One that is parked would share those
+    that make a chunk of its image needless."""
+    if seq.image:
+        found = books.pages.find(seq.page_keys[: seq.num_cells // books.config.page_size])
+        ends = [chunk.span.first + chunk.span.num_pages for chunk in seq.image if chunk.span.key is not None]
+        return found[: max((end for end in ends if end <= len(found)), default=0)]
     if seq.num_computed != seq.num_cached:
         return []
     return books.pages.find(seq.page_keys[seq.num_cells // books.config.page_size :])
@@ -42,6 +47,10 @@ def share_prefix(books: Books, seq: Sequence) -> int | None:
     found = find_prefix(books, seq)
     if not found:
         return None
+    if seq.image:
+        books.pages.share(seq.seq_id, found)
+        seq.pages = found
+        return 0
     first = seq.num_cells // books.config.page_size
     blank = seq.pages[first : first + len(found)]
     books.pages.give_back(seq.seq_id, blank)

@@ -92,6 +92,7 @@ def enter(books: Books, turn: Turn, seq: Sequence) -> None:
     (books.waiting if kind == "admit" else books.parked).remove(seq)
     row = books.enter_row(seq)
     share_prefix(books, seq)
+    num_shared = len(seq.pages)
     seq.pages += books.pages.take(seq.seq_id, step_pages(books.config, seq) - len(seq.pages))
     seq.entered_at, seq.has_way = turn.now, False
     turn.tables.append(TableUpdate(row, 0, tuple(seq.pages)))
@@ -102,4 +103,7 @@ def enter(books: Books, turn: Turn, seq: Sequence) -> None:
         books.counters.num_admitted += 1
         return
     seq.has_progressed = False
-    (start_replay if kind == "replay" else start_restore)(books, seq)
+    if kind == "replay":
+        start_replay(books, seq)
+    else:
+        start_restore(books, seq, num_shared)

@@ -217,6 +217,48 @@ def test_parking_a_sharer_frees_what_it_alone_holds_and_leaves_the_rest() -> Non
     assert job.tokens == {0: 40, 1: 40, 2: 40}
 
 
+def restored(job: FakeLoop) -> list[tuple[int, int]]:
+    """Sequence and pages of the chunks that come back, until all are at work again."""
+    sizes = []
+    while any(view.state is not State.DECODING for view in job.scheduler.snapshot().sequences):
+        sizes += [(chunk.seq_id, len(chunk.pages)) for chunk in job.step().restore]
+    return sizes
+
+
+def test_a_sharer_comes_back_to_the_pages_that_others_hold_and_copies_only_its_own() -> None:
+    # 5 shared pages of (90, 40), chunks of 2: images are 2 + 2 + 1 pages with keys, and 1 without.
+    job = loop(32)
+    for seq_id in (0, 1):
+        job.add(seq_id, 90, 40, page_keys=keys("a", 5))
+    job.run(until=lambda: job.scheduler.state(1) is State.DECODING)
+    job.scheduler.park(1)
+    job.step()
+    assert job.scheduler.snapshot().num_pages_free == 32 - 6
+    assert restored(job) == [(1, 1)]
+    assert job.scheduler.snapshot().num_pages_free == 32 - 7
+    job.run()
+    assert job.tokens == {0: 40, 1: 40}
+
+
+def test_siblings_that_were_all_away_share_again() -> None:
+    job = FakeLoop(config(32, chunks_per_step=9), delay=lambda chunk: 0 if chunk.epoch > 1 else 5)
+    for seq_id in (0, 1):
+        job.add(seq_id, 90, 40, page_keys=keys("a", 5), keeps_prefix=False)
+    job.run(until=lambda: job.scheduler.state(1) is State.DECODING)
+    for seq_id in (0, 1):
+        job.scheduler.park(seq_id)
+    job.step()
+    assert job.scheduler.snapshot().num_pages_free == 32
+    # Both come back at once, when the pages of the first are not verified yet.
+    assert restored(job) == [(0, 2), (0, 2), (0, 1), (0, 1), (1, 2), (1, 2), (1, 1), (1, 1)]
+    job.scheduler.park(1)
+    job.step()
+    assert restored(job) == [(1, 1)]
+    assert job.scheduler.snapshot().num_pages_free == 32 - 7
+    job.run()
+    assert job.tokens == {0: 40, 1: 40}
+
+
 @pytest.mark.parametrize("answer", [96, 100])
 @pytest.mark.parametrize("keeps_prefix", [True, False])
 def test_a_group_of_two_that_outgrows_the_pool_takes_turns(answer: int, keeps_prefix: bool) -> None:
@@ -284,7 +326,7 @@ def run_sharing(seed: int) -> Counter[str]:
                 job.cancel(rng.randint(0, seq_id - 1))
             if rng.random() < 0.06:
                 job.replay(rng.randint(0, seq_id - 1))
-    job.run(20_000)
+    job.run(100_000)
     assert all(job.tokens[one] == job.stops[one] for one, state in job.ends.items() if state is State.FINISHED)
     assert_nothing_is_held(job)
     counters = job.scheduler.counters
