@@ -183,9 +183,10 @@ class HostLedger:
             self._drop(chunk)
 
     def _drop(self, chunk: ImageChunk) -> None:
+        """Let it go; it leaves the books last, so that nothing is lost of it where this breaks off."""
         chunk.is_gone = True
-        del self.chunks[chunk.host_id]
         self.spare.pop(chunk.host_id, None)
         if self._by_key.get(chunk.span.key) is chunk:
             del self._by_key[chunk.span.key]
         self._on_drop(chunk.host_id)
+        self.chunks.pop(chunk.host_id, None)

@@ -314,7 +314,7 @@ def test_logit_bias_forces_and_forbids_a_token(shared: Engine) -> None:
 
 
 def test_the_summary_counts_what_happened() -> None:
-    with tiny.engine() as made:
+    with tiny.engine(pool__prefix_cache=False) as made:
         tiny.run(made, [tiny.prompt(20, i) for i in range(6)], greedy(24))
         summary = made.summary()
     chunk_bytes = 4 * 4 * 3 * 2 * 2 * 16 * 4  # pages x tokens x layers x (K, V) x kv heads x head dim x float32

@@ -126,7 +126,7 @@ def test_with_a_budget_for_one_image_the_second_is_replayed_and_the_budget_holds
 
 def test_a_damaged_image_is_replayed_and_the_next_owner_of_its_pages_notices_nothing(caplog: pytest.LogCaptureFixture) -> None:
     wish = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
-    with tiny.engine(debug__copy_delay_steps=1) as made:
+    with tiny.engine(debug__copy_delay_steps=1, pool__prefix_cache=False) as made:
         expected = [tiny.content(answer) for answer in tiny.alone(made, [tiny.prompt(8), tiny.prompt(9)], [wish] * 2)]
         bad, good = made.submit(tiny.prompt(8), wish), made.submit(tiny.prompt(9), wish)
         tiny.step_to(made, bad, 4)

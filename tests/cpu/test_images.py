@@ -28,7 +28,7 @@ def never_parked() -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("mode", ["direct", "staged", "hold"])
 def test_what_is_kept_is_not_copied_again_and_every_answer_is_the_same(never_parked: list[tuple[Any, ...]], mode: str) -> None:
-    fields = {"debug__park_every": 3, "pool__tokens": 512, "transfer__mode": mode}
+    fields = {"debug__park_every": 3, "pool__tokens": 512, "transfer__mode": mode, "pool__prefix_cache": False}
     kept, with_kept = crowd(**fields)
     copied, without = crowd(scheduler__keep_images=False, **fields)
     assert kept == copied == never_parked
@@ -56,7 +56,7 @@ def test_images_kept_under_pressure_change_no_byte(never_parked: list[tuple[Any,
 
 
 def test_one_whose_kept_image_is_damaged_is_computed_again_to_the_byte(never_parked: list[tuple[Any, ...]]) -> None:
-    with tiny.engine(transfer__chunk_pages=2, pool__tokens=512, debug__copy_delay_steps=1) as made:
+    with tiny.engine(transfer__chunk_pages=2, pool__tokens=512, pool__prefix_cache=False, debug__copy_delay_steps=1) as made:
         handles = [made.submit(prompt, wish) for prompt, wish in zip(PROMPTS, PARAMS, strict=True)]
         for num_tokens in (3, 8):
             tiny.step_to(made, handles[0], num_tokens)
