@@ -212,7 +212,12 @@ class FakeRunner:
         now = program, position
         assert programs[token] == now, f"token {token} of sequence {seq_id} was computed by {programs[token]}, now by {now}"
         page, cell = divmod(position, self.config.page_size)
+        assert not self._is_touched(self.tables[row][page]), f"sequence {seq_id} writes a page that a copy in flight may touch"
         self.pool[self.tables[row][page]][cell] = written[position]
+
+    def _is_touched(self, page: int) -> bool:
+        """Whether a copy in flight reads the page later, or has yet to fill it."""
+        return any(page in copy.chunk.pages for copy in self.flights if not copy.is_park or copy.cells is None)
 
     def _read(self, seq_id: int, row: int, num_cells: int) -> None:
         cells = [cell for page in self.tables[row] for cell in self.pool[page]][:num_cells]
@@ -237,6 +242,11 @@ class FakeLoop:
         self.num_steps = 0
         self.num_idle_steps = 0  # in a row, with work but without a chunk or a token
 
+    @property
+    def now(self) -> float:
+        """A step is a second."""
+        return float(self.num_steps)
+
     def add(
         self,
         seq_id: int,
@@ -250,9 +260,8 @@ class FakeLoop:
         shift: ContextShift | None = None,
     ) -> int | None:
         """Add a sequence; it stops by itself after `stops_after` tokens, if its limit lets it."""
-        now = float(self.num_steps)
         limit = self.scheduler.add(
-            seq_id, prompt_len, max_new, now, priority=priority, page_keys=page_keys, keeps_prefix=keeps_prefix, shift=shift
+            seq_id, prompt_len, max_new, self.now, priority=priority, page_keys=page_keys, keeps_prefix=keeps_prefix, shift=shift
         )
         self.runner.start(seq_id, page_keys)
         self.tokens[seq_id] = 0
@@ -268,7 +277,7 @@ class FakeLoop:
 
     def replay(self, seq_id: int) -> str:
         """What a sequence has computed is lost, as if its image were broken."""
-        reason = self.scheduler.replay(seq_id, float(self.num_steps))
+        reason = self.scheduler.replay(seq_id, self.now)
         self.scheduler.check()
         if not reason:
             self.runner.lose(seq_id)
@@ -276,7 +285,7 @@ class FakeLoop:
 
     def recover(self) -> None:
         """A step broke off: the pool is lost, and the books are made anew."""
-        now = float(self.num_steps)
+        now = self.now
         live = {seq_id: num for seq_id, num in self.tokens.items() if seq_id not in self.ends}
         self.runner.lose_pool()
         self.scheduler.recover([copy.chunk for copy in self.runner.flights], live, now)
@@ -289,7 +298,7 @@ class FakeLoop:
 
     def step(self) -> Plan:
         """One turn: what landed, a plan, its outcome."""
-        now = float(self.num_steps)
+        now = self.now
         self._commit(self.runner.landed(), now)
         plan = self.scheduler.plan(now, self.runner.free_chunks)
         self.scheduler.check()

@@ -15,6 +15,7 @@ from jaxkv.scheduler import SchedulerConfig, State
 from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
 
 FOLDER = Path(jaxkv.scheduler.__file__).parent.resolve()
+FILES = ("room", "returns", "copies", "build", "commit", "ledger", "images", "replay", "prefix", "forced", "way", "lines", "scheduler")
 SPARED = {str(FOLDER / name) for name in ("recover.py", "check.py", "fake_runner.py", "views.py")}
 
 
@@ -23,8 +24,9 @@ class Bomb(Exception):
 
 
 @contextmanager
-def bomb_at(line: int) -> Any:
-    """Raise in the scheduler at that line, counted from here as they are run; never inside what makes the books anew."""
+def bomb_at(line: int, name: str = "") -> Any:
+    """Raise in the scheduler, or in that file of it, at that line, counted from here as they are run; never inside what makes the books
+    anew."""
     left = line
 
     def at_line(frame: FrameType, event: str, _: object) -> Any:
@@ -37,7 +39,8 @@ def bomb_at(line: int) -> Any:
 
     def at_call(frame: FrameType, *_: object) -> Any:
         path = str(Path(frame.f_code.co_filename).resolve())
-        return at_line if path.startswith(str(FOLDER)) and path not in SPARED and frame.f_code.co_name != "__init__" else None
+        is_ours = path.startswith(str(FOLDER)) and path not in SPARED and frame.f_code.co_name != "__init__"
+        return at_line if is_ours and (not name or path == str(FOLDER / f"{name}.py")) else None
 
     before = sys.gettrace()
     sys.settrace(at_call)
@@ -47,13 +50,13 @@ def bomb_at(line: int) -> Any:
         sys.settrace(before)
 
 
-def step(job: FakeLoop, bomb: int | None) -> str | None:
+def step(job: FakeLoop, bomb: int | None, name: str = "") -> str | None:
     """One step; where it broke off, if it did."""
     if bomb is None:
         job.step()
         return None
     try:
-        with bomb_at(bomb):
+        with bomb_at(bomb, name):
             job.step()
     except Bomb as where:
         job.recover()
@@ -84,7 +87,8 @@ def run_broken(seed: int) -> Counter[str]:
     for _ in range(3000):
         if job.scheduler.is_idle:
             break
-        where = step(job, rng.randint(1, 400) if rng.random() < 0.1 else None)
+        name = rng.choice(FILES) if rng.random() < 0.5 else ""
+        where = step(job, rng.randint(1, rng.choice([6, 30]) if name else 400) if rng.random() < 0.1 else None, name)
         if where is not None:
             broken[where.partition(":")[0]] += 1
     assert all_finished(job.ends) and len(job.ends) == 6, job.scheduler.snapshot()
@@ -101,8 +105,7 @@ def test_a_step_may_break_off_at_any_line_of_the_scheduler() -> None:
             broken += run_broken(seed)
         except AssertionError as error:
             raise AssertionError(f"run_broken({seed}): {error}") from error
-    files = {"room.py", "returns.py", "copies.py", "build.py", "commit.py", "ledger.py", "images.py", "replay.py", "prefix.py", "forced.py"}
-    assert files <= broken.keys(), broken
+    assert {f"{name}.py" for name in FILES} <= broken.keys(), broken
 
 
 @pytest.mark.slow

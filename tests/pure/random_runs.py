@@ -1,0 +1,125 @@
+"""A whole run of the scheduler from one integer: `run_seed(n)`. Requests come and go, alone and in groups, while copies are late and steps
+break off; what is promised is checked after every event, and at the end everybody has its tokens and nothing is left.
+"""
+
+import random
+from typing import Any
+
+from jaxkv.scheduler import VICTIMS, Chunk, SchedulerConfig
+from tests.pure.faulty_loop import FAULTS
+from tests.pure.watched_loop import WatchedLoop
+
+EVENTS = {"step": 20, "add": 5, "park": 2, "cancel": 1, "fail": 0.4, "replay": 0.8, "fault": 1.5}
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    """Settings from a small and nasty range; the larger pools are those in which pressure, not the door, decides."""
+    chunk_pages = rng.choice([1, 2, 3, 5])
+    num_pages = rng.choice([rng.randint(1, 8), rng.randint(6, 16), rng.randint(6, 30)])
+    image_bytes = 10 * -(-num_pages // chunk_pages)
+    return SchedulerConfig(
+        rows=rng.choice([1, 2, 3, 3, 4, 4, 6]),
+        num_pages=num_pages,
+        page_size=rng.choice([1, 1, 1, 2, 4]),
+        prefill_chunk=rng.choice([1, 4, 6]),
+        max_len=rng.choice([12] + [1000] * 5),
+        chunk_pages=chunk_pages,
+        chunk_bytes=10,
+        chunks_per_step=rng.choice([1, 2, 4]),
+        host_budget_bytes=rng.choice([None, None, None, 0, 10, 30, image_bytes, 2 * image_bytes]),
+        over_budget=rng.choice(["replay", "replay", "wait"]),
+        margin_steps=rng.choice([0, 0, 0, 1, 4]),
+        starve_after=rng.choice([0, 1, 3]),
+        victim=rng.choice(["smallest", *VICTIMS]),
+        resume=rng.choice(["head", "head", "pass"]),
+        max_bypass=rng.choice([None, None, 0, 1, 4]),
+        admission=rng.choice(["optimistic"] * 7 + ["reserve"]),
+        rotate=rng.choice(["shifted", "any", "any", "none"]),
+        rotate_after_s=rng.choice([0, 2, 10]),
+        hold=rng.random() < 0.5,
+        keep_images=rng.random() < 0.7,
+        prefix_cache=rng.random() < 0.7,
+        planner=rng.random() < 0.7,
+        park_every=rng.choice([0] * 16 + [1, 3]),
+        park_seed=rng.choice([None] * 12 + [rng.randint(0, 1000)]),
+    )
+
+
+def random_loop(rng: random.Random) -> WatchedLoop:
+    """A loop whose copies land early, late or out of order."""
+    config = random_config(rng)
+    max_delay = rng.choice([0, 0, 1, 3] if config.park_every else [0, 0, 1, 3, 12])
+
+    def delay(chunk: Chunk) -> int:
+        return rng.randint(0, max_delay)
+
+    job = WatchedLoop(config, delay, rng.choice([1, 2, 1000]), max_delay)
+    job.forgets = rng.random() < 0.5
+    return job
+
+
+class Crowd:
+    """Who comes: prompts of a small family, so that some begin alike, and answers that end early, late or not by themselves."""
+
+    def __init__(self, job: WatchedLoop, rng: random.Random) -> None:
+        self.job, self.rng = job, rng
+        self.most_prompt = max(1, job.longest // rng.choice([1, 4, 8, 16]))
+        self.most_new = max(2, min(24, job.longest // rng.choice([1, 1, 2])))
+        self.priorities = rng.choice([(0,), (0,), (0, 0, -10, 10), range(-4, 4)])
+        self.shares = rng.random() < 0.5
+
+    @property
+    def num_added(self) -> int:
+        return len(self.job.tokens)
+
+    def add(self) -> None:
+        """One request: a sequence, or a group with one prompt; or one that is refused."""
+        rng, longest = self.rng, self.job.longest
+        prompt_len = rng.choice([rng.randint(1, self.most_prompt)] * 8 + [longest, max(1, longest - 1), longest + 1])
+        if prompt_len > longest:
+            self.job.add_too_long(prompt_len)
+            return
+        num = rng.choice([1, 1, 1, 2, 3]) if self.shares else 1
+        more: dict[str, Any] = {"priority": rng.choice(self.priorities), "keeps_prefix": rng.random() < 0.7}
+        if self.shares and rng.random() < 0.8:
+            more["page_keys"] = self.keys(prompt_len)
+        for _ in range(num):
+            max_new, stop = rng.choice([None, 1, *[rng.randint(1, self.most_new)] * 3]), rng.randint(self.most_new // 2, self.most_new)
+            self.job.add(self.num_added, prompt_len, max_new, stop if max_new is None else rng.choice([None, None, stop]), **more)
+
+    def keys(self, prompt_len: int) -> tuple[str, ...]:
+        """A common beginning, then one of two ways to go on at each page."""
+        path, found = "", []
+        for _ in range((prompt_len - 1) // self.job.scheduler.config.page_size):
+            path += self.rng.choice("aaaaaaab")
+            found.append(path)
+        return tuple(found)
+
+    def anybody(self) -> int:
+        """Somebody who was added, mostly one who lives; or nobody."""
+        live = [seq_id for seq_id in self.job.tokens if seq_id not in self.job.ends]
+        return self.rng.choice(live) if live and self.rng.random() < 0.9 else self.rng.randint(0, self.num_added)
+
+
+def run_seed(seed: int) -> WatchedLoop:
+    """One whole run."""
+    rng = random.Random(seed)
+    job = random_loop(rng)
+    crowd = Crowd(job, rng)
+    events, weights = list(EVENTS), list(EVENTS.values())
+    if rng.random() < 0.4:  # an undisturbed one
+        weights = [weight if event in ("step", "add") else 0 for event, weight in EVENTS.items()]
+    for event in ["add"] * rng.randint(1, 6) + rng.choices(events, weights, k=rng.choice([5, 12, 25])):
+        job.tick = rng.choice([0.0, 1.0, 1.0, 3.0])
+        if event == "step":
+            for _ in range(rng.choice([1, 1, 2, 5])):
+                job.step()
+        elif event == "add":
+            crowd.add()
+        elif event == "fault":
+            job.fault(rng.choice(FAULTS), rng.randint(0, 8))
+        else:
+            getattr(job, event)(crowd.anybody())
+    job.tick = 1.0
+    job.finish()
+    return job
