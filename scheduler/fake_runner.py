@@ -126,6 +126,7 @@ class FakeRunner:
 
     def _shift(self, shift: Shift) -> None:
         for source, page in zip(shift.sources, shift.pages, strict=True):
+            assert not self._is_touched(page), f"{shift} writes a page that a copy in flight may touch"
             self.pool[page] = [cell and turn_back(cell, shift.n_discard) for cell in self.pool[source]]
         if context := self.written.get(shift.seq_id):
             first = shift.n_keep + shift.n_discard
@@ -291,8 +292,11 @@ class FakeLoop:
         self.scheduler.recover([copy.chunk for copy in self.runner.flights], live, now)
         self.scheduler.check()
         for view in self.scheduler.snapshot().sequences:
-            if view.state is State.PARKED and not self.scheduler.image(view.seq_id):
+            is_lost = bool(view.replay_to) or not (view.num_generated or self.scheduler.image(view.seq_id))
+            if view.state is State.PARKED and is_lost:
                 self.runner.lose(view.seq_id)
+            else:
+                del self.runner.written[view.seq_id][view.num_cells :]  # a shift that was planned, but not carried out
         finished = {seq_id: "stop" for seq_id, num in live.items() if num == self.stops[seq_id]}
         self._commit(Outcome(finished=finished), now)
 

@@ -26,8 +26,14 @@ def find_prefix(books: Books, seq: Sequence) -> list[int]:
 
 
 def num_in_use(books: Books, seq: Sequence, but_by: Collection[int] = ()) -> int:
-    """How many of the pages it would share somebody holds (others than `but_by`): it needs so many free pages less to come in."""
-    return sum(any(holder not in but_by for holder in books.pages.holders(page)) for page in find_prefix(books, seq))
+    """How many of the pages it would share somebody holds (others than `but_by`): it needs so many free pages less to come in.
+
+    One whose first step is to shift its context would have to copy those that move, so that they save nothing.
+    """
+    found = find_prefix(books, seq)
+    if seq.shift is not None and seq.whole_cells == seq.shift.context_len:
+        found = found[: (seq.shift.n_keep + seq.shift.n_discard) // books.config.page_size]
+    return sum(any(holder not in but_by for holder in books.pages.holders(page)) for page in found)
 
 
 def share_first(books: Books, turn: Turn) -> None:

@@ -148,7 +148,7 @@ def refuse(books: Books, turn: Turn, seq: Sequence) -> None:
 def replay_one_if_stuck(books: Books, turn: Turn) -> bool:
     """Nobody runs, nothing moves and no image fits the budget: the smallest of the least urgent is dropped, so that others go on."""
     is_moving = turn.decode or turn.prefill or books.flights or books.pages.num_leaving
-    if is_moving or not books.residents or any(seq.state is State.RESTORING for seq in books.residents):
+    if is_moving or not books.residents or any(seq.state is State.RESTORING or can_shift(books, seq) for seq in books.residents):
         return False
     others = [seq for seq in books.residents if seq is not books.leader]
     assert others, "a resident alone can always go on"
@@ -158,3 +158,8 @@ def replay_one_if_stuck(books: Books, turn: Turn) -> bool:
     drop_victim(books, turn, books.sequences[victim.seq_id], "stuck")
     books.counters.num_parks_stuck += 1
     return True
+
+
+def can_shift(books: Books, seq: Sequence) -> bool:
+    """Whether the next plan shifts its context: the pages for it came back in this one."""
+    return seq.shift is not None and seq.is_full and shift_pages(books, seq) <= books.pages.num_free

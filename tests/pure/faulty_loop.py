@@ -5,7 +5,7 @@ does, it loses what the scheduler says is lost, goes on, and takes no token that
 from collections.abc import Callable
 from typing import Any
 
-from jaxkv.scheduler import Chunk, DecodeRow, Outcome, Plan, PrefillChunk, Scheduler, SchedulerConfig, TableUpdate
+from jaxkv.scheduler import Chunk, DecodeRow, Outcome, Plan, PrefillChunk, Scheduler, SchedulerConfig, Shift, TableUpdate
 from jaxkv.scheduler.fake_runner import Copy, FakeLoop, FakeRunner
 
 FAULTS = ("failed", "hung", "unsent", "damaged", "broken", "uncommitted")
@@ -109,6 +109,10 @@ class FaultyRunner(FakeRunner):
 
     def _blank(self, copy: Copy) -> list[list[Any]]:
         return [[None] * self.config.page_size for _ in copy.chunk.pages]
+
+    def _shift(self, shift: Shift) -> None:
+        self._burn()
+        super()._shift(shift)
 
     def _update(self, update: TableUpdate) -> None:
         self._burn()

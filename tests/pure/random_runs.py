@@ -5,11 +5,11 @@ break off; what is promised is checked after every event, and at the end everybo
 import random
 from typing import Any
 
-from jaxkv.scheduler import VICTIMS, Chunk, SchedulerConfig
+from jaxkv.scheduler import VICTIMS, Chunk, ContextShift, SchedulerConfig
 from tests.pure.faulty_loop import FAULTS
 from tests.pure.watched_loop import WatchedLoop
 
-EVENTS = {"step": 20, "add": 5, "park": 2, "cancel": 1, "fail": 0.4, "replay": 0.8, "fault": 1.5}
+EVENTS = {"step": 20, "add": 5, "park": 2, "cancel": 1, "fail": 0.4, "replay": 0.8, "fault": 1.5, "hold": 0.4, "release": 0.6}
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:
@@ -58,6 +58,18 @@ def random_loop(rng: random.Random) -> WatchedLoop:
     return job
 
 
+def random_shift(rng: random.Random, config: SchedulerConfig, prompt_len: int) -> ContextShift | None:
+    """A context for that prompt that shifts, where pool and model leave room for one."""
+    size = config.page_size
+    most_len = min(config.max_len, config.num_pages * size)
+    length = rng.randint(prompt_len, most_len)
+    num_pages = length // size
+    if not num_pages:
+        return None
+    num_kept = rng.choice([0, rng.randint(0, num_pages - 1)])
+    return ContextShift(length, num_kept * size, rng.randint(1, num_pages - num_kept) * size)
+
+
 class Crowd:
     """Who comes: prompts of a small family, so that some begin alike, and answers that end early, late or not by themselves."""
 
@@ -67,6 +79,7 @@ class Crowd:
         self.most_new = max(2, min(24, job.longest // rng.choice([1, 1, 2])))
         self.priorities = rng.choice([(0,), (0,), (0, 0, -10, 10), range(-4, 4)])
         self.shares = rng.random() < 0.5
+        self.shift_rate = rng.choice([0, 0, 0.2, 0.8])
 
     @property
     def num_added(self) -> int:
@@ -85,7 +98,10 @@ class Crowd:
             more["page_keys"] = self.keys(prompt_len)
         for _ in range(num):
             max_new, stop = rng.choice([None, 1, *[rng.randint(1, self.most_new)] * 3]), rng.randint(self.most_new // 2, self.most_new)
-            self.job.add(self.num_added, prompt_len, max_new, stop if max_new is None else rng.choice([None, None, stop]), **more)
+            shift = random_shift(rng, self.job.scheduler.config, prompt_len) if rng.random() < self.shift_rate else None
+            if shift is not None:
+                stop = stop * rng.choice([1, 3])
+            self.job.add(self.num_added, prompt_len, max_new, rng.choice([None, None, stop]) if max_new else stop, **more, shift=shift)
 
     def keys(self, prompt_len: int) -> tuple[str, ...]:
         """A common beginning, then one of two ways to go on at each page."""

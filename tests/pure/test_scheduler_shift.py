@@ -253,6 +253,28 @@ def test_a_shift_that_lacks_pages_for_its_copies_waits_until_another_has_parked(
     assert job.scheduler.counters.num_last_resorts == 0
 
 
+@pytest.mark.parametrize("budget", [0, 16])
+def test_one_whose_pages_for_a_shift_come_back_in_this_very_plan_shifts_in_the_next(budget: int) -> None:
+    """Siblings whose prompt of 7 fills their context, in 8 pages: the first lacks pages for copies until the other is dropped, and is
+    then alone. Nobody can run in that step, and nobody is stuck."""
+    job = loop(8, host_budget_bytes=budget, chunk_pages=2, prefill_chunk=1)
+    for seq_id, num in ((0, 5), (1, 7)):
+        job.add(seq_id, 7, num, page_keys=KEYS[:6], shift=ContextShift(7, 0, 1))
+    job.run()
+    assert job.tokens == {0: 5, 1: 7}
+    assert (job.noted("drop"), job.scheduler.counters.num_parks_stuck) == ([1], 0)
+
+
+def test_shared_pages_save_nothing_to_one_that_comes_back_with_a_full_context() -> None:
+    """It would have to copy them at once: let in on their account it filled the room, and was dropped again without a token."""
+    job = loop(11, rows=3, host_budget_bytes=0, margin_steps=0, prefill_chunk=4, rotate="none")
+    job.add(0, 8, 12, page_keys=KEYS[:7], shift=ContextShift(11, 0, 1))
+    job.add(1, 8, 6, page_keys=KEYS[:7], shift=ContextShift(8, 0, 1))
+    job.run()
+    assert job.tokens == {0: 12, 1: 6}
+    assert (job.noted("drop"), job.noted("replay")) == ([1], [1])
+
+
 def run_siblings(seed: int) -> int:
     """Six sequences that begin alike and mostly shift, in a small pool; returns how many pages were copied for it."""
     rng = random.Random(seed)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -29,6 +29,8 @@ class WatchedLoop(FaultyLoop):
         self.parked_with: dict[int, int] = {}
         self.priorities: dict[int, int] = {}
         self.has_keys = False
+        self.shifting: set[int] = set()
+        self.num_dropped: Counter[int] = Counter()  # tokens that left the context of each
         self.passed: Counter[int] = Counter()
         self.counts = dict.fromkeys(COUNTS, 0)
         self.num_new = 0  # cells computed for the first time, when somebody last got on
@@ -37,10 +39,14 @@ class WatchedLoop(FaultyLoop):
 
     # The events
 
-    def add(self, seq_id: int, prompt_len: int, max_new: int | None, stops_after: int | None = None, **more: Any) -> int:
+    def add(self, seq_id: int, prompt_len: int, max_new: int | None, stops_after: int | None = None, **more: Any) -> int | None:
         limit = super().add(seq_id, prompt_len, max_new, stops_after, **more)
         most = self.longest - prompt_len + 1
-        assert limit == (most if max_new is None else min(max_new, most))
+        if more.get("shift"):
+            self.shifting.add(seq_id)
+            assert limit == max_new
+        else:
+            assert limit == (most if max_new is None else min(max_new, most))
         self.priorities[seq_id] = more.get("priority", 0)
         self.has_keys |= bool(more.get("page_keys"))
         self.waiting.add(seq_id)
@@ -64,21 +70,48 @@ class WatchedLoop(FaultyLoop):
     def park(self, seq_id: int) -> str:
         return self.scheduler.park(seq_id)
 
+    def hold(self, seq_id: int) -> str:
+        refusal = self.scheduler.hold(seq_id)
+        if not refusal and seq_id in self.away:
+            self.away.remove(seq_id)
+        self.scheduler.check()
+        return refusal
+
+    def release(self, seq_id: int) -> str:
+        refusal = self.scheduler.release(seq_id)
+        if not refusal and self.scheduler.state(seq_id) in (State.PARKING, State.PARKED):
+            self.away.append(seq_id)
+        self.scheduler.check()
+        return refusal
+
     def replay(self, seq_id: int) -> str:
         state = self.scheduler.state(seq_id) if seq_id in self.tokens.keys() - self.ends.keys() else None
         reason = super().replay(seq_id)
-        if not reason and state not in AWAY:
-            self.away.append(seq_id)
-        elif not reason and state in (State.RESTORING, State.REPLAYING):
-            self.away.insert(0, seq_id)
+        if not reason:
+            self.num_dropped[seq_id] = 0
+            if state not in AWAY:
+                self.join(seq_id, len(self.away))
+            elif state in (State.RESTORING, State.REPLAYING):
+                self.join(seq_id, 0)
         self.watch_event()
         return reason
+
+    def join(self, seq_id: int, place: int) -> None:
+        """Into the line, unless an operator holds it."""
+        if seq_id not in self.held():
+            self.away.insert(place, seq_id)
+
+    def held(self) -> set[int]:
+        return {view.seq_id for view in self.scheduler.snapshot().sequences if view.is_held}
 
     def recover(self) -> None:
         super().recover()
         views = self.scheduler.snapshot().sequences
         assert all(view.row is None for view in views)
-        self.away = [view.seq_id for view in sorted(views, key=lambda view: view.parked_since or 0.0) if view.state in AWAY]
+        line = sorted(views, key=lambda view: view.parked_since or 0.0)
+        self.away = [view.seq_id for view in line if view.state in AWAY and not view.is_held]
+        lost = {view.seq_id for view in views if view.replay_to or not (view.num_generated or self.scheduler.image(view.seq_id))}
+        self.num_dropped = Counter({seq_id: num for seq_id, num in self.num_dropped.items() if seq_id not in lost})
         self.waiting = {view.seq_id for view in views if view.state is State.WAITING}
         self.parked_with.clear()
         self.watch_event()
@@ -93,7 +126,9 @@ class WatchedLoop(FaultyLoop):
         num_notes = len(self.notes)
         plan = super().plan()
         new = [note for _, note in self.notes[num_notes:]]
-        self.watch_victims(new)
+        dropped = Counter({shift.seq_id: shift.n_discard for shift in plan.shifts})  # before anybody is chosen
+        self.num_dropped += dropped
+        self.watch_victims([replace(view, whole_cells=self.worth(view, dropped[view.seq_id])) for view in self.before], new)
         for note in new:
             self.watch(note)
         self.watch_plan(plan)
@@ -103,6 +138,9 @@ class WatchedLoop(FaultyLoop):
     def step(self) -> Plan:
         num_events = self.num_events
         plan = super().step()
+        if all(view.is_held and view.state is State.PARKED for view in self.scheduler.snapshot().sequences):
+            self.num_idle_steps = 0
+            num_events -= 1
         assert self.num_idle_steps <= self.most_idle_steps, f"no token and no chunk in {self.num_idle_steps} steps"
         self.watch_progress(self.num_events != num_events)
         return plan
@@ -110,6 +148,8 @@ class WatchedLoop(FaultyLoop):
     def finish(self) -> None:
         """Run to the end: everything ends as it should, nothing leaks."""
         self.runner.fault = None
+        for seq_id in self.held():
+            self.release(seq_id)
         self.run(50_000)
         config, counters = self.scheduler.config, self.scheduler.counters
         assert self.ends.keys() == self.tokens.keys()
@@ -146,7 +186,7 @@ class WatchedLoop(FaultyLoop):
         )
         if not self.forgets:
             assert all(self.scheduler.state(seq_id) is state and state in OVER for seq_id, state in self.ends.items())
-        assert all(num <= self.stops[seq_id] for seq_id, num in self.tokens.items())
+        assert all(num <= (self.stops[seq_id] or num) for seq_id, num in self.tokens.items())
 
     def watch_plan(self, plan: Plan) -> None:
         """A plan keeps to what may move in a step, and runs each row and each sequence once."""
@@ -158,22 +198,26 @@ class WatchedLoop(FaultyLoop):
 
     def watch_progress(self, is_disturbed: bool) -> None:
         """However the rest is moved about, some cell is computed for the first time before long."""
-        num_new = sum(map(len, self.runner.programs.values()))
+        lengths = [len(programs) for programs in self.runner.programs.values()]
+        num_new = sum(lengths)
         if is_disturbed or num_new != self.num_new or self.scheduler.is_idle:
             self.num_new, self.num_stale_steps = num_new, 0
             return
         self.num_stale_steps += 1
         num_live = len(self.tokens) - len(self.ends)
-        assert self.num_stale_steps <= (num_live + 1) * (self.longest + self.most_idle_steps), "nobody gets on"
+        assert self.num_stale_steps <= (num_live + 1) * (max(self.longest, *lengths) + self.most_idle_steps), "nobody gets on"
 
     def watch(self, note: Note) -> None:
         """Nobody is parked twice without progress, or for one that is no more urgent than itself; the line is kept."""
         self.away = [seq_id for seq_id in self.away if seq_id not in self.ends]
         seq_id = note.seq_id
         if note.kind in ("park", "drop"):
-            assert note.num_tokens > self.parked_with.get(seq_id, -1), f"sequence {seq_id} is parked twice without progress"
-            self.parked_with[seq_id] = note.num_tokens
-            self.away.append(seq_id)
+            self.num_dropped[seq_id] *= note.kind == "park"  # one dropped counts anew
+            num_computed = note.num_tokens + self.num_dropped[seq_id]
+            is_stuck = note.reason == "stuck" and self.scheduler.config.over_budget == "wait"
+            assert is_stuck or num_computed > self.parked_with.get(seq_id, -1), f"sequence {seq_id} is parked twice without progress"
+            self.parked_with[seq_id] = num_computed
+            self.join(seq_id, len(self.away))
             if note.reason in ("priority", "rotation"):
                 self.watch_way(seq_id, note.reason)
         elif note.kind in ("restore", "replay", "admit"):
@@ -202,21 +246,30 @@ class WatchedLoop(FaultyLoop):
         assert min(others) < self.priorities[seq_id] + (reason == "rotation"), f"sequence {seq_id} leaves for nobody"
         assert self.scheduler.config.rotate != "none" or reason != "rotation"
 
-    def watch_victims(self, notes: list[Note]) -> None:
+    def worth(self, view: SequenceView, num_dropped: int) -> int:
+        """Cells it has, or will have at most in its replay, once a shift has dropped so many."""
+        if not view.replay_to:
+            return view.num_cells - num_dropped
+        return min(view.whole_cells, view.replay_to - self.num_dropped[view.seq_id])
+
+    def watch_victims(self, views: list[SequenceView], notes: list[Note]) -> None:
         """Of the most urgent, pressure never parks the resident with the most tokens; nobody leaves whom this very step ends."""
         parks = [note for note in notes if note.kind in ("park", "drop")]
         forced = {note.seq_id for note in parks if note.reason == "forced"}
         victims = {note.seq_id for note in parks if note.reason in ("pressure", "last_resort")}
-        stayed = [view for view in self.before if view.row is not None and view.seq_id not in forced]
-        leader = min(stayed, key=lambda view: (view.priority, -max(view.num_cells, view.replay_to), view.seq_id), default=None)
+        stayed = [view for view in views if view.row is not None and view.seq_id not in forced]
+        leader = min(stayed, key=lambda view: (view.priority, -view.whole_cells, view.seq_id), default=None)
         if not self.has_keys:  # shared pages change who leads in the midst of a plan
             assert leader is None or leader.seq_id not in victims, f"the leader {leader} is among the victims {victims}"
         chosen = {note.seq_id for note in parks if note.reason not in ("forced", "stuck")}
         size = self.scheduler.config.page_size
         ending = {
             view.seq_id
-            for view in self.before
-            if view.state is State.DECODING and view.num_generated + 1 == view.limit and view.num_cells < view.num_pages * size
+            for view in views
+            if view.seq_id not in self.shifting
+            and view.state is State.DECODING
+            and view.num_generated + 1 == view.limit
+            and view.num_cells < view.num_pages * size
         }
         assert not chosen & ending, f"{chosen & ending} are parked in the step that ends them"
 
