@@ -36,7 +36,8 @@ from tests.cpu import tiny
 PATH, DEVICES = {path!r}, {devices}
 ENGINE = dict(model__path=PATH, mesh__tensor=DEVICES, pool__tokens=128)
 prompts = [tiny.prompt(n) for n in (5, 21, 16, 33)]
-params = [SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=2) for i in range(4)]
+common = dict(max_tokens=40, ignore_eos=True, logprobs=2, context_len=48)
+params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, context_shift=i % 2 == 1, **common) for i in range(4)]
 """
 
 SPLIT = """
@@ -52,6 +53,7 @@ with tiny.engine(**ENGINE) as made:
 EXACT = """
     alone = [tiny.content(c) for c in tiny.alone(made, prompts, params)]
     assert made.scheduler.counters.num_parks == 0
+    assert made.scheduler.counters.num_shifts == 2
     assert [tiny.content(c) for c in tiny.run(made, prompts, params)] == alone
     assert made.scheduler.counters.num_parks > 0
 with tiny.engine(**ENGINE, debug__park_every=3, debug__copy_delay_steps=1, transfer__mode="hold") as made:
