@@ -37,6 +37,13 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
         ["--chats", "3", "--shortest", "6", "--longest", "24", "--prompt", "8", "--apart", "0.2"],
         {"chats", "answer_tokens", "prompt_tokens", "pool_tokens", "equal_runs", "loads"},
     ),
+    "keep": (
+        ["--prompt", "20", "--answer", "60", "--demand", "2", "--transfer.chunk_pages", "2"],
+        {
+            "chats", "prompt_tokens", "answer_tokens", "pool_tokens", "chunk_mib", "images", "bytes_saved", "park_time_saved",
+            "runs", "runs_with_equal_bytes",
+        },
+    ),
     "stall": (STALL, {"victim_tokens", "victim_mb", "bystanders", "gaps_ms", "copies"}),
     "startup": (["--prompt", "4"], {"format", "starts_s", "cold_over", "cold_over_processor"}),
 }  # fmt: skip
@@ -81,6 +88,13 @@ def check_pressure(found: dict[str, Any]) -> None:
     assert found["pools"]["2x"]["pool_use_at_park"] > 0.5
 
 
+def check_keep(found: dict[str, Any]) -> None:
+    kept, not_kept = found["images"]["kept"], found["images"]["not_kept"]
+    assert found["runs"] == found["runs_with_equal_bytes"] == 2
+    assert kept["kept_bytes_saved"] > 0 == not_kept["kept_bytes_saved"]
+    assert kept["bytes_to_host"] < not_kept["bytes_to_host"]
+
+
 def check_stall(found: dict[str, Any]) -> None:
     assert set(found["gaps_ms"]) == {"direct", "staged", "staged_blocking", "hold", "hold_blocking"}
     for gaps in found["gaps_ms"].values():
@@ -103,7 +117,7 @@ def check_policies(found: dict[str, Any]) -> None:
     assert found["loads"]["apart"]["policies"]["smallest head"]["simulated_s"] >= 0.4  # the last chat comes then
 
 
-CHECKS = {"policies": check_policies, "pressure": check_pressure, "stall": check_stall, "startup": check_startup}
+CHECKS = {"keep": check_keep, "policies": check_policies, "pressure": check_pressure, "stall": check_stall, "startup": check_startup}
 
 
 @pytest.mark.parametrize("name", [*RUNS, "peers"])
