@@ -84,6 +84,7 @@ _NOT_POSSIBLE = "but this model's keys do not simply turn with their position, s
 
 
 def key_mover(model_class: Any, model_config: Any) -> MoveKeys | None:
-    """How a family moves its keys; None where it cannot."""
-    move = getattr(model_class, "move_keys", None)
-    return None if move is None else lambda keys, distance: move(model_config, keys, distance)
+    """How a family moves its keys; None where it cannot. The result holds on to the class, whose name a program's key can tell."""
+    if not hasattr(model_class, "move_keys"):
+        return None
+    return lambda keys, distance: model_class.move_keys(model_config, keys, distance)
