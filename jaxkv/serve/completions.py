@@ -37,21 +37,27 @@ def completion_routes(site: Site) -> APIRouter:
 async def complete(site: Site, endpoint: Endpoint, request: Request) -> Response:
     """Read, submit, answer. Everything that can be refused is refused before a stream begins."""
     site.service.check_open()
-    data = await site.read(request)
+    data, begun = await site.read(request), list[Reply]()
     try:
-        reply = await unless_left(request.receive, begin(site, endpoint, data, request_id(request)))
+        reply = await unless_left(request.receive, begin(site, endpoint, data, request_id(request), begun))
         if reply.is_stream:
             return EventStream(reply.events(), reply.cancel)
         return JsonResponse(await unless_left(request.receive, reply.whole()))
     except ClientLeft:
         return Response(status_code=_GONE)
+    except BaseException:  # also when this task is cancelled in the very moment in which the engine has taken the request
+        for reply in begun:
+            reply.cancel()
+        raise
 
 
-async def begin(site: Site, endpoint: Endpoint, data: bytes, name: str) -> Reply:
-    """The engine has the request when this returns."""
+async def begin(site: Site, endpoint: Endpoint, data: bytes, name: str, begun: list[Reply]) -> Reply:
+    """The engine has the request when this returns, and when it is in `begun`: whoever cannot take the result finds it there."""
     limit_s, reader = site.config.server.request_timeout_s, site.reader()
     ask = await site.service.work(lambda: read_ask(endpoint, data, reader, site.model, limit_s))
     inboxes = await site.service.submit(ask.body.prompts, ask.body.params, name)
     kind = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
     frame = Frame(f"{kind}-{secrets.token_hex(12)}", int(time.time()), site.model, site.engine.system_fingerprint)
-    return Reply(ask, inboxes, frame, site.service, reader.tokenizer)
+    reply = Reply(ask, inboxes, frame, site.service, reader.tokenizer)
+    begun.append(reply)
+    return reply

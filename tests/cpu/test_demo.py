@@ -155,8 +155,8 @@ def test_the_live_view_is_drawn_on_a_terminal():
 
 
 def interrupted(folder: Path, source: str, after: str | None = None, wait_s: float = 0.0) -> str:
-    """Run the demo by `source`; press Ctrl-C once, `wait_s` after a line with `after` and with nothing compiled yet. What it printed."""
-    env = dict(os.environ) if after is None else {**os.environ, "JAXKV_CACHE": str(folder), "JAX_COMPILATION_CACHE_DIR": str(folder)}
+    """Run the demo by `source`, nothing being compiled yet; press Ctrl-C once, `wait_s` after a line with `after`. What it printed."""
+    env = {**os.environ, "JAXKV_CACHE": str(folder), "JAX_COMPILATION_CACHE_DIR": str(folder)}
     (folder / "tiny.yaml").write_text(config().to_yaml())
     command = [sys.executable, "-u", "-c", source, "demo", str(folder / "tiny.yaml")]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
