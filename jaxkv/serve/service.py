@@ -81,6 +81,11 @@ class Service:
         """Whether the engine ever was there."""
         return self.engine is not None
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a row, as far as the event loop has heard."""
+        return len(self._waiting)
+
     def check_open(self) -> ServeEngine:
         """The engine; raises the ApiError that says why there is none, or none for new requests."""
         if self.failure is not None:
@@ -125,8 +130,8 @@ class Service:
             raise RequestError(
                 f"the request asks for {num} sequences (prompts times n), allowed: {self.max_waiting} (server.max_waiting)", "n"
             )
-        if len(self._waiting) + num > self.max_waiting:
-            raise errors.queue_full(len(self._waiting), self.max_waiting, self.retry_after_s())
+        if self.num_waiting + num > self.max_waiting:
+            raise errors.queue_full(self.num_waiting, self.max_waiting, self.retry_after_s())
         inboxes = [Inbox(wake) for _ in range(num)]
         self._waiting.update(inboxes)
         self.num_busy += len(inboxes)

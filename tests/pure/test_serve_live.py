@@ -117,7 +117,7 @@ def test_a_full_line_answers_429_with_when_to_come_back():
         engine = ServedFake(rows=1, step_s=0.005)
         async with served(engine, max_waiting=2) as (site, http):
             first = asyncio.create_task(http.post(COMPLETION, json=LONG))
-            await until(lambda: engine.handles and engine.handles[0].stats.state == "decoding")
+            await until(lambda: engine.num_live == 1 and not site.service.num_waiting)
             others = [asyncio.create_task(http.post(COMPLETION, json=LONG)) for _ in range(2)]
             await until(lambda: engine.num_live == 3)
             refused = await http.post(COMPLETION, json=LONG)
