@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup weights demo test test-slow test-accelerator test-latest check fix lock clean
+.PHONY: help setup weights demo test test-slow test-browser test-accelerator test-latest check fix lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test: $(READY) ## the tests; those on real weights are skipped where SmolLM2 can
 
 test-slow: weights ## the tests that take minutes
 	@$(PYTEST) -m "slow and not accelerator"
+
+test-browser: $(READY) ## the tests of the web page (needs Chromium and its chromedriver)
+	@$(PYTEST) -m browser
 
 test-accelerator: $(READY) ## the exactness tests on a GPU or TPU (needs one of the extras cuda12, cuda13, tpu)
 	@JAXKV_ACCELERATOR=1 $(PYTEST) tests/accelerator -m accelerator

@@ -27,6 +27,7 @@ class SequenceStatus:
     priority: int = 0
     host_bytes: int = 0  # of its image, padding included
     is_held: bool = False  # parked by an operator
+    num_pages_own: int = 0  # of its pages, those that nobody else holds
     since_s: float | None = None  # when it came, if it waits, or was parked, if it is away; of the clock `time.perf_counter`
 
 
@@ -45,6 +46,13 @@ class EngineStatus:
     num_parks: int
     num_restores: int
     sequences: tuple[SequenceStatus, ...]
+    pool_pages_cached: int = 0  # of those free, prompts that may be found again
+    pool_pages_leaving: int = 0  # of those held, on their way out
+    pool_bytes: int = 0
+    host_budget_bytes: int | None = None
+    copies_out: int = 0  # transfers in flight
+    copies_back: int = 0
+    generated_tokens: int = 0
 
 
 def read_status(engine: "Engine") -> EngineStatus:
@@ -67,6 +75,13 @@ def read_status(engine: "Engine") -> EngineStatus:
         num_parks=counters.num_parks,
         num_restores=counters.num_restores,
         sequences=tuple(sequences),
+        pool_pages_cached=snapshot.num_pages_cached,
+        pool_pages_leaving=snapshot.num_pages_leaving,
+        pool_bytes=engine.parts.layout.num_bytes,
+        host_budget_bytes=engine.parts.scheduler_config.host_budget_bytes,
+        copies_out=engine.parts.transfer.num_out,
+        copies_back=engine.parts.transfer.num_in_flight - engine.parts.transfer.num_out,
+        generated_tokens=engine.stats.generated_tokens,
     )
 
 
@@ -86,5 +101,6 @@ def read_sequence(engine: "Engine", view: SequenceView, live: "Live") -> Sequenc
         priority=view.priority,
         host_bytes=len(engine.scheduler.image(view.seq_id)) * engine.parts.transfer.chunk_bytes,
         is_held=view.is_held,
+        num_pages_own=view.num_pages - view.num_shared,
         since_s=live.submitted_s if view.state == "waiting" else view.parked_since,
     )

@@ -176,6 +176,11 @@ class Transfer:
         """Copies that have not been seen done."""
         return len(self._out) + len(self._in)
 
+    @property
+    def num_out(self) -> int:
+        """Of these, on their way to the host."""
+        return len(self._out)
+
     def park(self, chunk: Chunk, step: int) -> None:
         """Start moving a chunk to the host. But in hold mode its pages may be reused at once."""
         now = time.perf_counter()

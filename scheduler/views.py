@@ -26,6 +26,7 @@ class SequenceView:
     priority: int
     replay_to: int = 0  # cells to compute again before it goes on
     is_held: bool = False  # away until an operator lets it go
+    num_shared: int = 0  # of its pages, those that another, who stays, holds too
     whole_cells: int = 0  # what it has or, in a replay, will have at most
 
 
@@ -44,12 +45,13 @@ class Snapshot:
     num_waiting: int
 
 
-def view(seq: Sequence) -> SequenceView:
-    """The picture of one sequence."""
+def view(seq: Sequence, num_shared: int = 0) -> SequenceView:
+    """The picture of one sequence, of whose pages so many are held by others too."""
     num_tokens = seq.prompt_len + seq.num_generated
     return SequenceView(
         seq.seq_id, seq.state, seq.row, seq.prompt_len, seq.limit, num_tokens, seq.num_cells, seq.num_generated, seq.num_shifts,
-        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority, seq.replay_to, seq.is_held, seq.whole_cells,
+        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority, seq.replay_to, seq.is_held, num_shared,
+        seq.whole_cells,
     )  # fmt: skip
 
 
@@ -59,7 +61,7 @@ def snapshot(books: Books) -> Snapshot:
     num_parked = sum(seq.state in AWAY for seq in live)
     num_waiting = sum(seq.state is State.WAITING for seq in live)
     return Snapshot(
-        sequences=tuple(view(seq) for seq in live),
+        sequences=tuple(view(seq, books.pages.num_shared(seq.seq_id)) for seq in live),
         num_pages=books.config.num_pages,
         num_pages_free=books.pages.num_free,
         num_pages_cached=books.pages.num_cached,

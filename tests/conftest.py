@@ -24,8 +24,9 @@ settings.load_profile("jaxkv")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what lies in tests/accelerator, and skip what needs a device or weights that are not there."""
     from jaxkv.fetch import cache_folder, known_path
+    from tests.webdriver import missing
 
-    no_weights = known_path("smollm2", cache_folder(None)) is None
+    no_browser, no_weights = missing(), known_path("smollm2", cache_folder(None)) is None
     for item in items:
         if "accelerator" in item.path.parts[:-1]:
             item.add_marker("accelerator")
@@ -33,6 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU or TPU and JAXKV_ACCELERATOR=1: make test-accelerator"))
         if item.get_closest_marker("weights") and no_weights:
             item.add_marker(pytest.mark.skip(reason="needs real weights: jaxkv fetch smollm2"))
+        if item.get_closest_marker("browser") and no_browser:
+            item.add_marker(pytest.mark.skip(reason=no_browser))
 
 
 def _has_accelerator() -> bool:

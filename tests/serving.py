@@ -39,11 +39,17 @@ class ServedFake(FakeEngine):
             )
         )
 
+    def submit_group(self, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
+        group: Any = super().submit_group(*args, name=name, **kwargs)
+        for handle in group.choices:
+            handle.name = name
+        return group
+
     def _take(self, *args: Any) -> Any:
         handle: Any = super()._take(*args)
         self.stats.count_submit(len(handle._prompt), 0.0)
         handle.handle = handle
-        handle.seq_id, handle.output, handle.stats = len(self.handles), handle._output, SimpleNamespace(state="waiting")
+        handle.seq_id, handle.name, handle.output, handle.stats = len(self.handles), None, handle._output, SimpleNamespace(state="waiting")
         self.handles[handle.seq_id] = handle
         return handle
 
@@ -66,14 +72,38 @@ class ServedFake(FakeEngine):
         states = [handle.stats.state for handle in going]
         sequences = tuple(
             SequenceStatus(
-                h.seq_id, h.stats.state, row, 2, len(h.token_ids), 1, 0, "a secret", is_held=h.seq_id in self.parked, since_s=0.0
+                h.seq_id,
+                h.stats.state,
+                row,
+                2,
+                len(h.token_ids),
+                1,
+                0,
+                "a secret",
+                name=h.name,
+                is_held=h.seq_id in self.parked,
+                num_pages_own=1,
+                host_bytes=1000 * (h.stats.state == "parked"),
+                since_s=0.0,
             )
             for row, h in enumerate(going)
         )
-        counts = {"rows": states.count("decoding"), "parked": states.count("parked"), "waiting": states.count("waiting")}
-        used = len(going)
-        return EngineStatus(**counts, finished=0, pool_pages=10, pool_pages_free=10 - used, host_bytes=0, tokens_per_s=0.0, num_parks=0,
-                            num_restores=0, sequences=sequences)  # fmt: skip
+        parked, waiting = states.count("parked"), states.count("waiting")
+        return EngineStatus(
+            rows=states.count("decoding"),
+            parked=parked,
+            waiting=waiting,
+            finished=0,
+            pool_pages=10,
+            pool_pages_free=10 - len(going),
+            host_bytes=1000 * parked,
+            tokens_per_s=0.0,
+            num_parks=0,
+            num_restores=0,
+            sequences=sequences,
+            pool_bytes=10_000,
+            generated_tokens=self.num_tokens,
+        )
 
     def step(self) -> None:
         if self.fault is not None and self.num_faults:

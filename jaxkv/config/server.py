@@ -17,6 +17,7 @@ class ServerSection(Section):
         default=None, gt=0, allow_inf_nan=False, description="seconds after which any request ends, parked or not; null is no limit"
     )
     drain_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM")
+    page: bool = Field(default=True, description="whether / is a web page with chats and a picture of the pool")
     max_waiting: int = Field(default=256, ge=1, description="sequences that may wait for a row; further requests are answered with 429")
     max_prompts: int = Field(default=64, ge=1, description="prompts of one completion request")
     max_body_mib: int = Field(default=8, ge=1, description="largest body of a request in MiB")

@@ -16,6 +16,7 @@ from jaxkv.serve.gate import Gate
 from jaxkv.serve.operator import operator_routes
 from jaxkv.serve.site import Site
 from jaxkv.serve.sse import JsonResponse
+from jaxkv.serve.static import page_files, page_routes
 
 
 def build_app(site: Site) -> ASGIApp:
@@ -25,12 +26,14 @@ def build_app(site: Site) -> ASGIApp:
     )  # their pages load from elsewhere
     for routes in (completion_routes(site), fact_routes(site), tokenizer_routes(site), operator_routes(site)):
         app.include_router(routes)
+    pages = page_files() if site.config.server.page else {}
+    app.include_router(page_routes(pages))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _fault)
-    return Gate(app, site.keys, site.operator_keys, site.config.server.max_body_mib, site.responses)
+    return Gate(app, site.keys, site.operator_keys, site.config.server.max_body_mib, site.responses, pages)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

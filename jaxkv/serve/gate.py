@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 import orjson
@@ -27,9 +27,12 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Gate:
     """Lets a request through to `app`, or answers it."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, operator_keys: Keys, max_body_mib: int, responses: Counter[int]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, operator_keys: Keys, max_body_mib: int, responses: Counter[int], open_paths: Iterable[str] = ()
+    ) -> None:
         self._app, self._keys, self._operator_keys = app, keys, operator_keys
         self._max_body_mib, self._responses = max_body_mib, responses
+        self._open_paths = OPEN_PATHS | frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -68,7 +71,7 @@ class Gate:
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             raise errors.foreign_origin()
         key = bearer(headers.get("authorization"))
-        if self._keys and path not in OPEN_PATHS and not self._keys.accept(key) and not self._operator_keys.accept(key):
+        if self._keys and path not in self._open_paths and not self._keys.accept(key) and not self._operator_keys.accept(key):
             raise errors.no_key()
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_mib * 2**20:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxkv import __version__
+from jaxkv.config import Config
 from jaxkv.errors import RequestError
 from jaxkv.serve import errors
 from jaxkv.serve.interface import ServeEngine
@@ -24,6 +25,11 @@ def operator_routes(site: Site) -> APIRouter:
     async def slots() -> JsonResponse:
         """Every row, and every sequence that has none."""
         return JsonResponse(await site.service.call(lambda engine: list_slots(engine, site.config.scheduler.rows), to_look=True))
+
+    @routes.get("/pool")
+    async def pool() -> JsonResponse:
+        """What a picture of the pool needs, in one look."""
+        return JsonResponse(await site.service.call(lambda engine: look_at_pool(engine, site.config), to_look=True))
 
     @routes.post("/slots/{slot_id}")
     async def act(slot_id: str, request: Request) -> JsonResponse:
@@ -57,6 +63,32 @@ def list_slots(engine: ServeEngine, num_rows: int) -> list[dict[str, Any]]:
     return sorted([*found, *idle], key=lambda entry: (entry["row"] is None, entry["row"] or 0, entry["id"] or 0))
 
 
+def look_at_pool(engine: ServeEngine, config: Config) -> dict[str, Any]:
+    """Pages, rows, copies and who has what; never a text. `clock_s` is of no clock but its own, for differences."""
+    now, status = time.perf_counter(), engine.status()
+    return {
+        "clock_s": round(now, 4),
+        "page_size": config.pool.page_size,
+        "pages": {
+            "total": status.pool_pages,
+            "free": status.pool_pages_free,
+            "cached": status.pool_pages_cached,
+            "leaving": status.pool_pages_leaving,
+        },
+        "pool_bytes": status.pool_bytes,
+        "host_bytes": status.host_bytes,
+        "host_budget_bytes": status.host_budget_bytes,
+        "rows": {"busy": status.rows, "total": config.scheduler.rows},
+        "parked": status.parked,
+        "waiting": status.waiting,
+        "copies": {"to_host": status.copies_out, "to_device": status.copies_back},
+        "generated_tokens": status.generated_tokens,
+        "num_parks": status.num_parks,
+        "num_restores": status.num_restores,
+        "sequences": [slot(sequence, now) for sequence in status.sequences],
+    }
+
+
 def slot(sequence: Any, now: float) -> dict[str, Any]:
     """One sequence; never its text."""
     return {
@@ -67,6 +99,7 @@ def slot(sequence: Any, now: float) -> dict[str, Any]:
         "n_tokens": sequence.num_tokens,
         "n_generated": sequence.num_generated,
         "n_pages": sequence.num_pages,
+        "n_pages_own": sequence.num_pages_own,
         "n_image_pages": sequence.image_pages,
         "host_bytes": sequence.host_bytes,
         "priority": sequence.priority,

@@ -42,8 +42,8 @@ def test_slots_lists_rows_and_sequences_and_never_a_text():
     first, *others = found.json()
     assert (first["id"], first["row"], first["state"], first["is_held"]) == (0, 0, "decoding", False)
     assert set(first) == {
-        *("id", "request_id", "row", "state", "n_tokens", "n_generated", "n_pages", "n_image_pages", "host_bytes", "priority"),
-        *("is_preempted", "is_held", "n_preempt", "waiting_s"),
+        *("id", "request_id", "row", "state", "n_tokens", "n_generated", "n_pages", "n_pages_own", "n_image_pages", "host_bytes"),
+        *("priority", "is_preempted", "is_held", "n_preempt", "waiting_s"),
     }
     assert others == [{"id": None, "row": row, "state": "idle"} for row in range(1, 8)]
     assert [entry["state"] for entry in after] == ["idle"] * 8
