@@ -1,12 +1,15 @@
-"""The same prompts and the same float32 weights through this engine and through Hugging Face transformers, on the same processors.
+"""The same prompts and the same float32 weights through this engine, Hugging Face transformers and llama.cpp, on the same processors.
 
-What to expect. Both must read the same weights in every step and do the same products, so the ceiling is the same for both. The peer is
+What to expect. All must read the same weights in every step and do the same products, so the ceiling is the same for all. One peer is
 transformers' own continuous batching, `generate_batch`, in an ample cache, in one that holds half of the demand, and in that one with
 `cpu_offload_space`, which keeps what does not fit in host memory; without it, a request that does not fit is computed again later. We run
 in the same two pools. Sharing of prefixes is off and every answer is greedy and of equal length.
 
-Two figures: tokens/s, prompts included, and how many answers equal the same request's own when nobody runs beside it. What a call of
-`generate_batch` takes for its threads and its cache, whatever the number of tokens, is measured by itself, and the ratio is given without.
+The other peer is llama.cpp's server, one slot a request and one cache for all slots, in the same two sizes. It ends what does not fit.
+
+Three figures: tokens/s, prompts included, how many answers came to their end, and how many equal the same request's own when nobody runs
+beside it. What a call of `generate_batch` takes for its threads and cache, whatever the number of tokens, is measured by itself, and the
+ratio is given without.
 Where `generate_batch` does not run on this machine, the static batch of `generate` is measured in its place, and named so.
 
 Needs the extra `peers`: pip install 'jaxkv[peers]'
@@ -14,15 +17,18 @@ Needs the extra `peers`: pip install 'jaxkv[peers]'
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 from ceilings import parameters
 from common import Setup, endless, random_prompt, run, say, settle, summary, text, timed, turns
+from peer_llama import LlamaCpp
 
 from jaxkv.engine import Engine
 from jaxkv.errors import JaxkvError
 from jaxkv.extras import require_extra
+from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.models.load_hf import tensor_names
 from jaxkv.summary import pressure_numbers
 
@@ -30,7 +36,8 @@ OPTIONS: dict[str, Any] = {
     "prompt": 64,
     "answer": 96,
     "offload_gib": 2.0,
-    "page_size": 16,  # of the peer's cache
+    "page_size": 16,  # of transformers' cache
+    "llama_threads": 0,  # 0: as many as there are processors
 }
 Answers = list[list[int]]
 Work = Callable[[Answers], Answers]  # prompts in, answers out
@@ -41,11 +48,13 @@ def measure(setup: Setup) -> dict[str, Any]:
     """All figures, by system and pool."""
     require_extra("peers", "transformers")
     require_extra("peers", "torch")
+    require_extra("peers", "xllamacpp")
     o, rows = setup.options, setup.config().scheduler.rows
     page = setup.config().pool.page_size
     demand = rows * -(-(o.prompt + o.answer) // page) * page
     pools = {AMPLE: 2 * demand, TIGHT: demand // 2}
-    with setup.engines({name: {"pool.tokens": size, "model.dtype": "float32"} for name, size in pools.items()}) as engines:
+    fields = {name: {"pool.tokens": size, "model.dtype": "float32"} for name, size in pools.items()}
+    with setup.engines(fields) as engines, ExitStack() as stack:
         prompts = [random_prompt(engines[AMPLE], o.prompt, seed) for seed in range(rows)]
         peer = Peer(engines[AMPLE], o)
         works: dict[tuple[str, str], Work] = {("jaxkv", name): _ours(engine, o.answer) for name, engine in engines.items()}
@@ -57,20 +66,26 @@ def measure(setup: Setup) -> dict[str, Any]:
                 del works[key]
         if ("transformers", AMPLE) not in works:
             works["transformers", STATIC] = peer.static
+        config = setup.config()
+        llama = stack.enter_context(LlamaCpp(resolve_model_path(config.model.path, cache_folder(config.run.cache_dir)), o.llama_threads))
+        works |= {("llama.cpp", name): llama.work(size, rows, o.answer) for name, size in pools.items()}
         call_s = peer.call_s(pools[AMPLE], prompts[0])
         alone = {system: _alone(next(work for key, work in works.items() if key[0] == system), prompts) for system, _ in works}
-        times: dict[tuple[str, str], list[float]] = {key: [] for key in works}
-        equal = dict.fromkeys(works, 0)
+        rates: dict[tuple[str, str], list[float]] = {key: [] for key in works}
+        whole, equal = dict.fromkeys(works, 0), dict.fromkeys(works, 0)
         for round_ in range(setup.rounds):
             for key in turns(list(works), round_):
                 answers: Answers = []
-                times[key].append(timed(lambda key=key, answers=answers: answers.extend(works[key](prompts))))  # type: ignore[misc]
+                seconds = timed(lambda key=key, answers=answers: answers.extend(works[key](prompts)))  # type: ignore[misc]
+                rates[key].append(sum(map(len, answers)) / seconds)
+                whole[key] += sum(len(a) == o.answer for a in answers)
                 equal[key] += sum(a == b for a, b in zip(answers, alone[key[0]], strict=True))
-                say(f"  round {round_ + 1}, {' '.join(key)}: {rows * o.answer / times[key][-1]:.1f} tokens/s")
-        speeds = {key: summary((rows * o.answer / seconds for seconds in values), digits=2) for key, values in times.items()}
+                say(f"  round {round_ + 1}, {' '.join(key)}: {rates[key][-1]:.1f} tokens/s")
+        speeds = {key: summary(values, digits=2) for key, values in rates.items()}
         parks = pressure_numbers(engines[TIGHT])["num_parks"]
     for key, speed in speeds.items():
-        say(f"{' '.join(key)}: {text(speed, 'tokens/s')}, {equal[key]} of {rows * setup.rounds} answers as when alone")
+        num = rows * setup.rounds
+        say(f"{' '.join(key)}: {text(speed, 'tokens/s')}, {whole[key]} of {num} answers whole, {equal[key]} as when alone")
     ours, theirs = speeds["jaxkv", AMPLE]["median"], speeds.get(("transformers", AMPLE), speeds.get(("transformers", STATIC)))
     assert theirs is not None
     return {
@@ -79,9 +94,12 @@ def measure(setup: Setup) -> dict[str, Any]:
         "answer_tokens": o.answer,
         "pool_tokens": pools,
         "tokens_per_s": {" ".join(key): speed for key, speed in speeds.items()},
+        "whole": {" ".join(key): f"{num} of {rows * setup.rounds}" for key, num in whole.items()},
         "equal_to_alone": {" ".join(key): f"{num} of {rows * setup.rounds}" for key, num in equal.items()},
         "jaxkv_over_transformers": round(ours / theirs["median"], 2),
         "jaxkv_over_transformers_less_call": round(ours / (theirs["median"] / (1 - call_s * theirs["median"] / (rows * o.answer))), 2),
+        "jaxkv_over_llama_cpp": round(ours / speeds["llama.cpp", AMPLE]["median"], 2),
+        "llama_cpp_errors": sorted(llama.errors),
         "transformers_call_s": round(call_s, 3),
         "tight_over_transformers": _over(speeds, TIGHT),
         "jaxkv_num_parks": parks,
