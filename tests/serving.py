@@ -136,7 +136,7 @@ async def site(
     settings = config(**server)
     make = engine if callable(engine) else lambda check: engine or ServedFake()
     meter = Meter()
-    service = Service(make, max_waiting=settings.server.max_waiting, on_step=meter.take)
+    service = Service(make, max_waiting=settings.server.max_waiting, on_step=meter.take, on_close=meter.keep)
     try:
         if not callable(engine):
             await service.wait_ready()

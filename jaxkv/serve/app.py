@@ -14,6 +14,7 @@ from jaxkv.serve.errors import ApiError
 from jaxkv.serve.facts import fact_routes, tokenizer_routes
 from jaxkv.serve.gate import Gate
 from jaxkv.serve.operator import operator_routes
+from jaxkv.serve.rest import rest_routes
 from jaxkv.serve.site import Site
 from jaxkv.serve.sse import JsonResponse
 from jaxkv.serve.static import page_files, page_routes
@@ -24,7 +25,7 @@ def build_app(site: Site) -> ASGIApp:
     app = FastAPI(
         title="jaxkv", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )  # their pages load from elsewhere
-    for routes in (completion_routes(site), fact_routes(site), tokenizer_routes(site), operator_routes(site)):
+    for routes in (completion_routes(site), fact_routes(site), tokenizer_routes(site), operator_routes(site), rest_routes(site)):
         app.include_router(routes)
     pages = page_files() if site.config.server.page else {}
     app.include_router(page_routes(pages))

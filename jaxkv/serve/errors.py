@@ -35,11 +35,14 @@ def bad_json(reason: str) -> ApiError:
     return ApiError(400, f"the body is no JSON object: {reason}", INVALID, "invalid_json")
 
 
-def too_large(limit_mib: int) -> ApiError:
+def too_large(limit_mib: int, field: str = "server.max_body_mib") -> ApiError:
     """The body is longer than the server reads."""
-    return ApiError(
-        413, f"the body is larger than {limit_mib} MiB, the most this server reads (server.max_body_mib)", INVALID, "body_too_large"
-    )
+    return ApiError(413, f"the body is larger than {limit_mib} MiB, the most this server reads ({field})", INVALID, "body_too_large")
+
+
+def files_full(reason: str) -> ApiError:
+    """Nothing more can be kept."""
+    return ApiError(413, f"{reason}; delete some first (DELETE /v1/files/ID)", INVALID, "files_full")
 
 
 def no_key() -> ApiError:
@@ -74,6 +77,28 @@ def no_slot(slot_id: str) -> ApiError:
     return ApiError(404, f"no sequence has the id {slot_id[:30]} now; GET /slots lists them", INVALID, "slot_not_found")
 
 
+def no_files() -> ApiError:
+    """The server keeps none."""
+    message = "this server keeps no files, so there are no batches; its server.files_dir turns both on"
+    return ApiError(404, message, INVALID, "files_off")
+
+
+def no_file(file_id: str) -> ApiError:
+    """No file has this id."""
+    return ApiError(404, f"there is no file {file_id[:40]}; GET /v1/files lists them", INVALID, "file_not_found", "file_id")
+
+
+def no_batch(batch_id: str) -> ApiError:
+    """No batch has this id."""
+    return ApiError(404, f"there is no batch {batch_id[:40]}; GET /v1/batches lists them", INVALID, "batch_not_found", "batch_id")
+
+
+def too_many_batches(most: int) -> ApiError:
+    """Enough are not done yet."""
+    message = f"{most} batches are not done yet, the most this server takes; wait for one"
+    return ApiError(429, message, "rate_limit_error", "too_many_batches", headers={"retry-after": "60"})
+
+
 def wrong_method(method: str, path: str, allowed: str | None) -> ApiError:
     """The path is there, for other methods."""
     hint = f"; allowed: {allowed}" if allowed else ""
@@ -94,6 +119,18 @@ def loading() -> ApiError:
 def stopping() -> ApiError:
     """The server is on its way out."""
     return ApiError(503, "the server is shutting down", UNAVAILABLE, "shutting_down", headers={"retry-after": "10"})
+
+
+def sleeping() -> ApiError:
+    """An operator put the server to sleep."""
+    message = "the server sleeps until its operator wakes it (POST /wake)"
+    return ApiError(503, message, UNAVAILABLE, "sleeping", headers=DO_NOT_RETRY)
+
+
+def not_awake() -> ApiError:
+    """The server could not be woken."""
+    message = "the server could not wake and sleeps on; its log has the reason"
+    return ApiError(503, message, UNAVAILABLE, "wake_failed", headers=DO_NOT_RETRY)
 
 
 def broken() -> ApiError:

@@ -80,6 +80,14 @@ class Meter:
     def __init__(self) -> None:
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self._highest: dict[tuple[str, ...], float] = {}
+        self._before: dict[tuple[str, ...], float] = {}  # what engines counted that are gone
+
+    def keep(self, engine: Any) -> None:
+        """The engine will be gone: the next one's counts are added to its."""
+        self.take(engine)
+        for _ in self._counters(engine, {}):
+            pass
+        self._before = dict(self._highest)
 
     def take(self, engine: Any) -> None:
         """Count what the last step brought."""
@@ -112,7 +120,10 @@ class Meter:
         ends = {"completed": stats.num_completed, "cancelled": stats.num_cancelled, "failed": stats.num_failed}
         yield self._counter("requests_received", "Requests that the engine took", stats.num_requests)
         yield self._counter("requests", "Requests by how they ended", ends, "outcome")
-        yield self._counter("http_responses", "Answers by HTTP status", {str(k): v for k, v in responses.items()}, "status")
+        answers = CounterMetricFamily("jaxkv_http_responses", "Answers by HTTP status", labels=["status"])
+        for status, number in responses.items():
+            answers.add_metric([str(status)], number)
+        yield answers
         yield self._counter("prompt_tokens", "Prompt tokens of all requests", stats.prompt_tokens)
         yield self._counter("generated_tokens", "Tokens of all answers", stats.generated_tokens)
         yield self._counter("cached_tokens", "Prompt tokens found in the pool", counters.cached_tokens)
@@ -137,7 +148,7 @@ class Meter:
         family = CounterMetricFamily(f"jaxkv_{name}", text, labels=[] if label is None else [label])
         for key, number in value.items() if label is not None else [(None, value)]:
             place = (name,) if key is None else (name, key)
-            self._highest[place] = max(self._highest.get(place, 0), number)
+            self._highest[place] = max(self._highest.get(place, 0), self._before.get(place, 0) + number)
             family.add_metric(list(place[1:]), self._highest[place])
         return family
 

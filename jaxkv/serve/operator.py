@@ -34,8 +34,7 @@ def operator_routes(site: Site) -> APIRouter:
     @routes.post("/slots/{slot_id}")
     async def act(slot_id: str, request: Request) -> JsonResponse:
         """Park, restore or cancel one sequence; needs an operator's key."""
-        if not site.operator_keys.accept(bearer(request.headers.get("authorization"))):
-            raise errors.not_operator()
+        check_operator(site, request)
         action = request.query_params.get("action")
         if action not in ACTIONS:
             raise RequestError(f"action: got {action!r}, allowed: {', '.join(ACTIONS)}", "action")
@@ -52,6 +51,12 @@ def operator_routes(site: Site) -> APIRouter:
         return Response(body, media_type=CONTENT_TYPE)
 
     return routes
+
+
+def check_operator(site: Site, request: Request) -> None:
+    """Raise ApiError for whoever has no operator's key."""
+    if not site.operator_keys.accept(bearer(request.headers.get("authorization"))):
+        raise errors.not_operator()
 
 
 def list_slots(engine: ServeEngine, num_rows: int) -> list[dict[str, Any]]:

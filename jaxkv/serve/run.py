@@ -96,7 +96,7 @@ async def serve(config: Config, make_engine: Any) -> tuple[int, bool]:
     operator_keys = read_keys(config.server.operator_key_file, OPERATOR_KEYS, "server.operator_key_file")
     sock, stop = listen(config.server.host, config.server.port), Stop()
     meter = Meter()
-    service = Service(make_engine, max_waiting=config.server.max_waiting, on_step=meter.take)
+    service = Service(make_engine, max_waiting=config.server.max_waiting, on_step=meter.take, on_close=meter.keep)
     site = Site(config, service, keys, operator_keys, meter)
     web = Web(web_config(site))
     with noting(stop):

@@ -3,69 +3,59 @@
 One thread makes the engine and makes every call to it. The event loop sends it commands through a queue and never waits for JAX; what a
 step brought comes back in one `call_soon_threadsafe`, into the inboxes of its sequences. A second thread reads bodies (templates and
 tokenizers), so that a long prompt holds up nobody's tokens. Everything but `_run` and what it calls belongs to the event loop.
+
+A server that sleeps has no engine: the thread closes it, forgets it, and makes another one to wake up.
 """
 
 import asyncio
 import logging
-import math
 import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jaxkv.errors import JaxkvError, RequestError
+from jaxkv.errors import JaxkvError
+from jaxkv.memory import give_back_memory
 from jaxkv.observe.events import Event
-from jaxkv.request import Completion, SamplingParams
+from jaxkv.request import SamplingParams
 from jaxkv.serve import errors
-from jaxkv.serve.inbox import WAITING, Delta, Inbox, News
-from jaxkv.serve.interface import EngineFactory, ServeEngine, ServeHandle
+from jaxkv.serve.crowd import Crowd
+from jaxkv.serve.inbox import Inbox, News
+from jaxkv.serve.interface import EngineFactory, ServeEngine
+from jaxkv.serve.life import Command, Life, OnEngine, do_nothing
+from jaxkv.serve.post import Post
 
 Result = TypeVar("Result")
 logger = logging.getLogger("jaxkv")
-_STALL_S = 0.005  # how long the engine's thread sleeps when a step had nothing to do
-_STILL = frozenset({"parked", WAITING})
-_MAX_RETRY_AFTER_S = 60
-
-
-@dataclass(slots=True)
-class _Running:
-    """A sequence as the engine's thread follows it."""
-
-    inbox: Inbox
-    handle: ServeHandle
-    num_logprobs: int = 0  # given away
-    state: str = WAITING
 
 
 class Service:
     """An engine that an event loop can talk to.
 
     `make_engine(check)` is called in the engine's thread; `check()` raises when nobody wants the engine any more, for the pauses of its
-    start.
-    `on_step(engine)` is called in the engine's thread after each step, for figures.
+    start. `on_step(engine)` is called there after each step, and `on_close(engine)` before an engine is closed, for figures.
     """
 
-    def __init__(self, make_engine: EngineFactory, *, max_waiting: int = 256, on_step: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self,
+        make_engine: EngineFactory,
+        *,
+        max_waiting: int = 256,
+        on_step: OnEngine = do_nothing,
+        on_close: OnEngine = do_nothing,
+    ) -> None:
         self.engine: ServeEngine | None = None  # once it is ready; its sizes, tokenizer and fingerprint may be read from anywhere
         self.failure: BaseException | None = None
-        self.is_admitting = True
-        self.num_busy = 0  # sequences that have not ended
-        self.max_waiting = max_waiting
-        self._make, self._on_step = make_engine, on_step
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: set[Inbox] = set()
-        self._ends: deque[float] = deque(maxlen=32)
-        self._changed = asyncio.Event()
+        self.is_admitting, self.was_ready, self.is_sleeping = True, False, False
+        self.crowd = Crowd(max_waiting)
+        self._make, self._on_step, self._on_close = make_engine, on_step, on_close
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._calls: set[asyncio.Future[Any]] = set()
+        self._turning, self._turned = asyncio.Lock(), asyncio.Future[None]()
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(1, "jaxkv-read")
-        self._running: dict[int, _Running] = {}  # the engine thread's
-        self._news: list[News] = []  # the engine thread's
-        self._is_stopping = self._has_stumbled = False
+        self._is_stopping = self._is_resting = False
         self._thread = threading.Thread(target=self._run, name="jaxkv-engine", daemon=True)
         self._thread.start()
 
@@ -74,17 +64,17 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether requests are served."""
-        return self.engine is not None and self.failure is None and self.is_admitting
-
-    @property
-    def was_ready(self) -> bool:
-        """Whether the engine ever was there."""
-        return self.engine is not None
+        return self.engine is not None and self.failure is None and self.is_admitting and not self.is_sleeping
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a row, as far as the event loop has heard."""
-        return len(self._waiting)
+        return self.crowd.num_waiting
+
+    @property
+    def num_busy(self) -> int:
+        """Sequences that have not ended."""
+        return self.crowd.num_busy
 
     def check_open(self) -> ServeEngine:
         """The engine; raises the ApiError that says why there is none, or none for new requests."""
@@ -92,6 +82,8 @@ class Service:
             raise errors.broken()
         if not self.is_admitting:
             raise errors.stopping()
+        if self.is_sleeping:
+            raise errors.sleeping()
         if self.engine is None:
             raise errors.loading()
         return self.engine
@@ -103,13 +95,17 @@ class Service:
     async def call(self, do: Callable[[ServeEngine], Result], *, to_look: bool = False) -> Result:
         """Run something in the engine's thread, between two steps; where it is `to_look`, also while the server drains."""
         is_draining = to_look and self.engine is not None and self.failure is None and not self._is_stopping
-        engine = self.engine if is_draining and self.engine is not None else self.check_open()
+        if not is_draining:
+            self.check_open()
+        return await self._command(lambda post: do(post.engine))
+
+    async def _command(self, do: Callable[[Post], Result]) -> Result:
         future = self._loop.create_future()
         self._calls.add(future)
 
-        def command() -> None:
+        def command(post: Post) -> None:
             try:
-                self._tell(_resolve, future, do(engine), None)
+                self._tell(_resolve, future, do(post), None)
             except Exception as error:
                 self._tell(_resolve, future, None, error)
 
@@ -125,18 +121,9 @@ class Service:
         Raises RequestError for one that can never be served, ApiError for one too many.
         """
         self.check_open()
-        wake, num = asyncio.Event(), len(prompts) * params.n
-        if num > self.max_waiting:
-            raise RequestError(
-                f"the request asks for {num} sequences (prompts times n), allowed: {self.max_waiting} (server.max_waiting)", "n"
-            )
-        if self.num_waiting + num > self.max_waiting:
-            raise errors.queue_full(self.num_waiting, self.max_waiting, self.retry_after_s())
-        inboxes = [Inbox(wake) for _ in range(num)]
-        self._waiting.update(inboxes)
-        self.num_busy += len(inboxes)
+        inboxes = self.crowd.admit(len(prompts) * params.n)
         try:
-            await self.call(lambda engine: self._submit(engine, inboxes, prompts, params, name))
+            await self._command(lambda post: post.submit(inboxes, prompts, params, name))
         except asyncio.CancelledError:
             self.cancel(inboxes)  # the engine's thread may have them, or will before it hears of this
             raise
@@ -146,19 +133,15 @@ class Service:
         """End what has not ended, whatever it is doing."""
         going = [inbox for inbox in inboxes if inbox.completion is None]
         if going:
-            self._commands.put(lambda: self._cancel(going))
+            self._commands.put(lambda post: post.cancel(going))
 
     def why_cancelled(self) -> errors.ApiError:
         """Why a sequence ended that its client did not end."""
         if self.failure is not None:
             return errors.broken()
-        return errors.cancelled() if self.is_admitting else errors.stopping()
-
-    def retry_after_s(self) -> int:
-        """Seconds until a place in the line is likely to be free: the mean time between two ends of late."""
-        if len(self._ends) < 2:
-            return 1
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))))
+        if not self.is_admitting:
+            return errors.stopping()
+        return errors.sleeping() if self.is_sleeping else errors.cancelled()
 
     async def wait_ready(self) -> None:
         """Until the engine is there; raises what kept it from starting."""
@@ -176,13 +159,41 @@ class Service:
     async def drain(self, seconds: float) -> bool:
         """Admit nobody any more, and wait so long for those that run; whether all of them ended."""
         self.is_admitting = False
+        return await self._settle(seconds)
+
+    async def sleep(self, seconds: float) -> None:
+        """Admit nobody, wait so long for those that run, end the others, and free all that the engine has; nothing if it sleeps."""
+        async with self._turning:
+            if self.is_sleeping:
+                return
+            self.check_open()
+            self.is_sleeping = True
+            await self._settle(seconds)
+            self.engine = None
+            await self._turn(self._lie_down)
+
+    async def wake(self) -> None:
+        """Make an engine again; raises what keeps it from starting, and then sleeps on. Nothing if it does not sleep."""
+        async with self._turning:
+            if not self.is_sleeping:
+                return
+            self.is_sleeping = False
+            try:
+                await self._turn(self._get_up)
+            except JaxkvError as error:
+                self.is_sleeping = True
+                logger.error(Event("failed", {"reason": f"the server could not wake: {error}"}))
+                raise errors.not_awake() from None
+
+    async def _turn(self, how: Command) -> None:
+        """Until the engine's thread has lain down or got up."""
+        self._turned = self._loop.create_future()
+        self._calls.add(self._turned)
+        self._commands.put(how)
         try:
-            async with asyncio.timeout(seconds):
-                while self.num_busy and self.failure is None:
-                    await self._change()
-        except TimeoutError:
-            return False
-        return True
+            await self._turned
+        finally:
+            self._calls.discard(self._turned)
 
     async def close(self, seconds: float) -> bool:
         """End everything; whether the engine's thread ended within that time (a compilation cannot be interrupted)."""
@@ -197,25 +208,18 @@ class Service:
             return False
         return True
 
+    async def _settle(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                while self.num_busy and self.failure is None:
+                    await self._change()
+        except TimeoutError:
+            return False
+        return True
+
     async def _change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-    def _forget(self, inboxes: Iterable[Inbox]) -> None:
-        for inbox in inboxes:
-            self._waiting.discard(inbox)
-            self.num_busy -= 1
-        self._changed.set()
-
-    def _deliver(self, news: list[News]) -> None:
-        for item in news:
-            had_ended = item.inbox.completion is not None
-            item.deliver()
-            if item.inbox.state != WAITING:
-                self._waiting.discard(item.inbox)
-            if item.inbox.completion is not None and not had_ended:
-                self._ends.append(time.monotonic())
-                self._forget([item.inbox])
+        self.crowd.changed.clear()
+        await self.crowd.changed.wait()
 
     # For the engine's thread
 
@@ -227,136 +231,81 @@ class Service:
             self._is_stopping = True
 
     def _run(self) -> None:
-        engine: ServeEngine | None = None
         try:
-            engine = self._make(self._check_wanted)
-            self._tell(self._start, engine)
+            self._live()
             while not self._is_stopping:
-                self._take_turn(engine)
+                self._rest()
+                self._live_again()
         except BaseException as error:
             self._tell(self._break, error)
         finally:
-            if engine is not None:
-                self._close(engine)
             self._tell(self._end)
+
+    def _live(self) -> None:
+        """One engine, from its start until the server stops or sleeps; raises what keeps it from starting."""
+        post = Post(self._make(self._check_wanted), lambda news: self._tell(self._deliver, news))
+        life = Life(post, self._commands, self._on_step, self._on_close)
+        self._tell(self._start, post.engine)
+        try:
+            while not self._is_stopping and not self._is_resting:
+                life.take_turn(lambda: not self._is_stopping)
+        except BaseException as error:
+            self._is_stopping = True
+            self._tell(self._break, error)  # before those that wait hear that they have ended
+        finally:
+            life.close()
+
+    def _rest(self) -> None:
+        """Without an engine, until it is wanted again; whoever asks for something else meanwhile was told that the server sleeps."""
+        give_back_memory()
+        self._tell(self._turn_over, None)
+        while self._is_resting and not self._is_stopping:
+            if self._commands.get() == self._get_up:
+                self._is_resting = False
+
+    def _live_again(self) -> None:
+        if self._is_stopping:
+            return
+        try:
+            self._live()
+        except Exception as error:
+            self._is_resting = True
+            self._tell(self._turn_over, JaxkvError(str(error) or type(error).__name__))
+
+    def _lie_down(self, post: Post) -> None:
+        self._is_resting = True
+
+    def _get_up(self, post: Post) -> None:
+        """Where it was not even closed yet: whoever asked for sleep is gone."""
+        self._is_resting = False
+        self._tell(self._start, post.engine)
 
     def _check_wanted(self) -> None:
         if self._is_stopping:
             raise JaxkvError("the server was stopped while it started")
 
+    # What the engine's thread tells the event loop
+
     def _start(self, engine: ServeEngine) -> None:
-        self.engine = engine
-        self._changed.set()
+        self.engine, self.was_ready = engine, True
+        self._turn_over(None)
+
+    def _turn_over(self, error: Exception | None) -> None:
+        _resolve(self._turned, None, error)
+        self.crowd.changed.set()
+
+    def _deliver(self, news: list[News]) -> None:
+        self.crowd.deliver(news)
 
     def _break(self, error: BaseException) -> None:
         self.failure = error
-        self._changed.set()
+        self.crowd.changed.set()
 
     def _end(self) -> None:
         """The thread is over; what it did not come to will never be done."""
         self.is_admitting = False
         for future in self._calls:
             _resolve(future, None, errors.broken() if self.failure is not None else errors.stopping())
-
-    def _take_turn(self, engine: ServeEngine) -> None:
-        """Commands, then a step, then the post."""
-        self._do_commands(self._patience_s(engine))
-        if not engine.is_idle and not self._is_stopping:
-            self._step(engine)
-            if self._on_step is not None:
-                self._on_step(engine)
-        self._look()
-        self._send()
-
-    def _step(self, engine: ServeEngine) -> None:
-        """A step that breaks off is made good by the engine, or by nobody: then the next one raises too, and that is the end."""
-        try:
-            engine.step()
-        except Exception as error:
-            if self._has_stumbled:
-                raise
-            self._has_stumbled = True
-            logger.error(Event("failed", {"reason": f"a step broke off: {type(error).__name__}"}))
-        else:
-            self._has_stumbled = False
-
-    def _patience_s(self, engine: ServeEngine) -> float | None:
-        """How long a turn waits for the first command: for ever when idle, a little when nothing moves but by a copy or by time."""
-        if engine.is_idle:
-            return None
-        return _STALL_S if all(running.state in _STILL for running in self._running.values()) else 0.0
-
-    def _do_commands(self, wait_s: float | None) -> None:
-        while True:
-            try:
-                command = self._commands.get(wait_s != 0, wait_s)
-            except queue.Empty:
-                return
-            if command is not None:
-                command()
-            wait_s = 0.0
-
-    def _submit(
-        self, engine: ServeEngine, inboxes: list[Inbox], prompts: Sequence[Sequence[int]], params: SamplingParams, name: str
-    ) -> None:
-        handles: list[ServeHandle] = []
-        try:
-            for prompt in prompts:
-                handles.extend(engine.submit_group(prompt, params, on_token=self._on_token, name=name).choices)
-        except Exception:
-            for handle in handles:
-                handle.cancel()
-            self._tell(self._forget, inboxes)
-            raise
-        for inbox, handle in zip(inboxes, handles, strict=True):
-            inbox.seq_id, inbox.truncates_at = handle.seq_id, handle.will_truncate_at
-            self._running[handle.seq_id] = _Running(inbox, handle)
-
-    def _cancel(self, inboxes: list[Inbox]) -> None:
-        for inbox in inboxes:
-            running = None if inbox.seq_id is None else self._running.get(inbox.seq_id)
-            if running is not None:
-                running.handle.cancel()
-                self._tell_end(running)
-
-    def _on_token(self, handle: Any, token_id: int) -> None:
-        """A token was accepted: what of the answer is certain now goes into the post."""
-        running, engine = self._running.get(handle.seq_id), self.engine
-        if running is None or engine is None:
-            return
-        output = engine.live(handle.seq_id).output
-        logprobs = [] if output.logprobs is None else output.logprobs[running.num_logprobs :]
-        running.num_logprobs += len(logprobs)
-        self._news.append(News(running.inbox, Delta(output.take_delta(), [token_id], logprobs)))
-
-    def _look(self) -> None:
-        """Who has ended, or is in another state than before."""
-        for running in list(self._running.values()):
-            if running.handle.completion is not None:
-                self._tell_end(running)
-            elif (state := running.handle.stats.state) != running.state:
-                running.state = state
-                self._news.append(News(running.inbox, state=state))
-
-    def _tell_end(self, running: _Running) -> None:
-        if self._running.pop(running.handle.seq_id, None) is not None:
-            completion = running.handle.completion or Completion([], "", "cancelled", 0, 0)  # none where the engine broke
-            self._news.append(News(running.inbox, state="ended", completion=completion))
-
-    def _send(self) -> None:
-        if self._news:
-            news, self._news = self._news, []
-            self._tell(self._deliver, news)
-
-    def _close(self, engine: ServeEngine) -> None:
-        """Give everything back, and tell those that still waited."""
-        try:
-            engine.close()
-        except Exception as error:
-            logger.error(Event("failed", {"reason": f"the engine could not be closed: {type(error).__name__}"}))
-        for running in list(self._running.values()):
-            self._tell_end(running)
-        self._send()
 
 
 def _resolve(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:

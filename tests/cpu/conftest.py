@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,3 +22,17 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
     return folder
+
+
+@pytest.fixture
+def speaks_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints have a tokenizer of bytes, so that the tiny model has texts."""
+    import jaxkv.startup
+    from jaxkv.models import ByteTokenizer, load_checkpoint
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        checkpoint = load_checkpoint(*args, **kwargs)
+        object.__setattr__(checkpoint, "tokenizer", ByteTokenizer())  # frozen, and its type is that of real tokenizers
+        return checkpoint
+
+    monkeypatch.setattr(jaxkv.startup, "load_checkpoint", load)

@@ -1,66 +1,16 @@
 """The server over a real engine: chats that fit alone and not together, pauses only, and the text of the uncrowded run."""
 
 import asyncio
-import time
 
-import httpx2
+import jax
 import pytest
 
-import jaxkv.startup
-from jaxkv.engine import Engine
-from jaxkv.models import ByteTokenizer, load_checkpoint
-from jaxkv.serve.keys import Keys
-from jaxkv.serve.run import Web, listen, web_config
-from jaxkv.serve.service import Service
-from jaxkv.serve.site import Site
-from tests.cpu.tiny import config
+from tests.cpu.served import serve
 from tests.serving import chat, events, until
 
+pytestmark = pytest.mark.usefixtures("speaks_bytes")
 CHAT = "/v1/chat/completions"
 NEED = 4 * (22 + 60 - 1)  # cells of four chats with 60 tokens each
-
-
-@pytest.fixture(autouse=True)
-def speaks_bytes(monkeypatch):
-    def load(*args, **kwargs):
-        checkpoint = load_checkpoint(*args, **kwargs)
-        object.__setattr__(checkpoint, "tokenizer", ByteTokenizer())  # frozen, and its type is that of real tokenizers
-        return checkpoint
-
-    monkeypatch.setattr(jaxkv.startup, "load_checkpoint", load)
-
-
-def serve(talk, step_s=0.0, **fields):
-    """Run `talk(http, service)` beside a server over the tiny engine, which rests so long after each step; what it returns."""
-    settings = config(**fields)
-
-    async def both():
-        service = Service(lambda check: Engine(settings, on_stage=lambda *_: check()), on_step=lambda _: time.sleep(step_s))
-        await service.wait_ready()
-        sock = listen("127.0.0.1", 0)
-        web = Web(web_config(Site(settings, service, Keys(()), Keys(("boss",)))))
-        serving = asyncio.create_task(web.serve([sock]))
-        try:
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60) as http:
-                found = await talk(http, service)
-                await until(lambda: service.num_busy == 0)
-                await service.call(lambda engine: check_empty(engine))
-            return found
-        finally:
-            assert await service.close(30)
-            web.should_exit = True
-            await serving
-
-    return asyncio.run(both())
-
-
-def check_empty(engine):
-    while not engine.is_idle:
-        engine.step()
-    engine.scheduler.check()
-    snapshot = engine.scheduler.snapshot()
-    assert snapshot.num_pages_free == snapshot.num_pages
-    assert engine.num_compiles_after_warmup == 0
 
 
 def bodies():
@@ -131,3 +81,21 @@ def test_an_operators_park_is_a_long_pause_and_changes_no_byte():
     assert parked[:2] == quiet[:2] and parked[2] == [": parked", ": restored"]
     assert "jaxkv_parks_total 1.0\n" in figures and 'jaxkv_parks_by_cause_total{cause="forced"} 1.0\n' in figures
     assert "jaxkv_compilations_total 0.0\n" in figures and 'image_memory="pinned_host"' in figures
+
+
+def test_a_server_that_slept_holds_no_array_meanwhile_and_gives_the_same_answers_after():
+    boss = {"authorization": "Bearer boss"}
+
+    async def talk(http, service):
+        before = [await stream(http, body) for body in bodies()[:2]]
+        assert (await http.post("/sleep", headers=boss)).status_code == 200
+        left = sum(array.nbytes for array in jax.live_arrays())
+        assert (await http.get("/health")).json()["error"]["code"] == "sleeping"
+        assert (await http.post("/wake", headers=boss)).status_code == 200
+        after = [await stream(http, body) for body in bodies()[:2]]
+        return before, after, left
+
+    earlier = sum(array.nbytes for array in jax.live_arrays())
+    before, after, left = serve(talk)
+    assert before == after
+    assert left <= earlier

@@ -1,0 +1,47 @@
+"""A server around the tiny engine, on a socket of its own: what the tests of the server with a real engine share."""
+
+import asyncio
+import time
+
+import httpx2
+
+from jaxkv.engine import Engine
+from jaxkv.serve.keys import Keys
+from jaxkv.serve.run import Web, listen, web_config
+from jaxkv.serve.service import Service
+from jaxkv.serve.site import Site
+from tests.cpu.tiny import config
+from tests.serving import until
+
+
+def serve(talk, step_s=0.0, **fields):
+    """Run `talk(http, service)` beside a server over the tiny engine, which rests so long after each step; what it returns."""
+    settings = config(**fields)
+
+    async def both():
+        service = Service(lambda check: Engine(settings, on_stage=lambda *_: check()), on_step=lambda _: time.sleep(step_s))
+        await service.wait_ready()
+        sock = listen("127.0.0.1", 0)
+        web = Web(web_config(Site(settings, service, Keys(()), Keys(("boss",)))))
+        serving = asyncio.create_task(web.serve([sock]))
+        try:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60) as http:
+                found = await talk(http, service)
+                await until(lambda: service.num_busy == 0)
+                await service.call(lambda engine: check_empty(engine))
+            return found
+        finally:
+            assert await service.close(30)
+            web.should_exit = True
+            await serving
+
+    return asyncio.run(both())
+
+
+def check_empty(engine):
+    while not engine.is_idle:
+        engine.step()
+    engine.scheduler.check()
+    snapshot = engine.scheduler.snapshot()
+    assert snapshot.num_pages_free == snapshot.num_pages
+    assert engine.num_compiles_after_warmup == 0
