@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup weights demo test test-slow test-browser test-accelerator test-latest check fix lock clean
+.PHONY: help setup weights demo test test-slow test-clients test-browser test-accelerator test-latest check fix lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,10 +32,14 @@ demo: weights ## eight chats through a pool that is too small, live
 
 test: $(READY) ## the tests; those on real weights are skipped where SmolLM2 cannot be downloaded
 	@$(BIN)/jaxkv fetch smollm2 || echo "going on without SmolLM2: tests on real weights will be skipped" >&2
-	$(PYTEST) -m "not slow and not accelerator"
+	$(PYTEST) -m "not slow and not accelerator and not clients"
 
 test-slow: weights ## the tests that take minutes
-	@$(PYTEST) -m "slow and not accelerator"
+	@$(PYTEST) -m "slow and not accelerator and not clients"
+
+test-clients: $(READY) ## other people's clients against the server (installs the extra clients)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements.lock --no-build-isolation --editable '.[clients]'
+	$(PYTEST) tests/clients -m clients
 
 test-browser: $(READY) ## the tests of the web page (needs Chromium and its chromedriver)
 	@$(PYTEST) -m browser
@@ -48,7 +52,7 @@ test-latest: ## the tests with Python 3.12 and the newest JAX that pyproject all
 	[ -x .venv-latest/bin/python ] || $$python -m venv .venv-latest
 	.venv-latest/bin/python -m pip install -qq --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev,server]'
 	.venv-latest/bin/python -m pip list --disable-pip-version-check | grep -iE '^(jax|jaxlib|flax|numpy|orbax-checkpoint) '
-	.venv-latest/bin/python -m pytest -m "not slow and not accelerator"
+	.venv-latest/bin/python -m pytest -m "not slow and not accelerator and not clients"
 
 check: $(READY) ## formatting, lint, types, import direction, and the package as a user gets it
 	@$(BIN)/ruff format --check .

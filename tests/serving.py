@@ -12,6 +12,7 @@ import httpx2
 from jaxkv.config import Config, load_config
 from jaxkv.scheduler.books import Counters
 from jaxkv.serve.app import build_app
+from jaxkv.serve.batches import Batches
 from jaxkv.serve.keys import Keys
 from jaxkv.serve.metrics import Meter
 from jaxkv.serve.run import Web, listen, web_config
@@ -137,12 +138,14 @@ async def site(
     make = engine if callable(engine) else lambda check: engine or ServedFake()
     meter = Meter()
     service = Service(make, max_waiting=settings.server.max_waiting, on_step=meter.take, on_close=meter.keep)
+    made = Site(settings, service, Keys(keys), Keys(operator_keys), meter, Batches.open(settings, service))
     try:
+        made.start()
         if not callable(engine):
             await service.wait_ready()
-        yield Site(settings, service, Keys(keys), Keys(operator_keys), meter)
+        yield made
     finally:
-        assert await service.close(5), "the engine's thread did not end"
+        assert await made.close(5), "the engine's thread did not end"
 
 
 @asynccontextmanager
@@ -170,7 +173,7 @@ async def listening(engine: Any = None, **settings: Any) -> AsyncIterator[tuple[
             yield made, f"http://127.0.0.1:{sock.getsockname()[1]}"
         finally:
             web.should_exit = True
-            await made.service.close(5)
+            await made.close(5)
             await serving
 
 

@@ -1,22 +1,22 @@
 """The loop of a job: a few requests ahead of the engine, one line written for each that ends. Knows nothing of earlier runs."""
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jaxkv.batch.answers import AnswerWriter
 from jaxkv.batch.interface import BatchEngine, BatchHandle
 from jaxkv.batch.interrupt import Interrupt
 from jaxkv.batch.lines import LineError, Request, parse_line
 from jaxkv.batch.progress import Meter, Pace, View
 from jaxkv.batch.read import RawLine
-from jaxkv.batch.records import UNNAMED, Record, answer_line, error_line, short_id, token_digest
+from jaxkv.batch.records import UNNAMED
 from jaxkv.batch.resume import Finished
 from jaxkv.batch.summary import Tally
 from jaxkv.batch.write import OutputFile
 from jaxkv.config import Config
-from jaxkv.errors import JaxkvError, RequestError
-from jaxkv.openai import BodyReader, Endpoint, Frame, ParsedBody, build_answer, derive_seed
+from jaxkv.errors import RequestError
+from jaxkv.openai import BodyReader, ParsedBody, derive_seed
 from jaxkv.openai.names import served_name
 from jaxkv.request import Completion
 
@@ -68,10 +68,11 @@ class Loop:
 
     def __init__(self, engine: BatchEngine, config: Config, out: OutputFile, tally: Tally, meter: Meter, num_lines: int) -> None:
         self.window = max(16, 4 * config.scheduler.rows)
-        self._engine, self._out, self._tally, self._num_lines = engine, out, tally, num_lines
+        self._engine, self._tally, self._num_lines = engine, tally, num_lines
         self._reader = BodyReader(engine.tokenizer, engine.model_config.vocab_size, body_defaults(config), MAX_PROMPTS)
         self._reader.check_defaults()
-        self._run_seed, self._model = config.run.seed, served_name(config.model.path)
+        self._run_seed, model = config.run.seed, served_name(config.model.path)
+        self._writer = AnswerWriter(out, out, tally, model, engine.system_fingerprint, engine.tokenizer)
         self._pace = Pace(meter)
         self._live: list[_Live] = []
 
@@ -92,7 +93,7 @@ class Loop:
         while len(self._live) < self.window and (pending := next(lines, None)) is not None:
             line, found = pending
             if isinstance(found, LineError):
-                self._fail(line, found.custom_id, found.code, str(found))
+                self._writer.fail(line, found.custom_id, found.code, str(found))
             else:
                 self._submit(line, found)
 
@@ -102,7 +103,7 @@ class Loop:
             live = _Live(line, request, body, [])
             self._submit_prompts(live)
         except RequestError as error:
-            self._fail(line, request.custom_id, "invalid_request", error)
+            self._writer.fail(line, request.custom_id, "invalid_request", error)
             return
         self._tally.unknown.update(body.unknown | request.unknown)
         self._live.append(live)
@@ -125,7 +126,7 @@ class Loop:
             if broken:
                 live.cancel()
                 reason = broken[0].error or f"the engine ended it: {broken[0].finish_reason}"
-                self._fail(live.line, live.request.custom_id, "engine_error", reason)
+                self._writer.fail(live.line, live.request.custom_id, "engine_error", reason)
             elif len(completions) < len(live.handles):
                 going.append(live)
             else:
@@ -133,21 +134,8 @@ class Loop:
         self._live = going
 
     def _answer(self, live: _Live, completions: list[Completion]) -> None:
-        custom_id, ordinal = live.request.custom_id, live.line.ordinal
-        kind = "chatcmpl" if live.body.endpoint is Endpoint.CHAT else "cmpl"
-        frame = Frame(f"{kind}-{short_id(custom_id, ordinal)}", int(time.time()), self._model, self._engine.system_fingerprint)
         truncates_at = min((handle.will_truncate_at for handle in live.handles if handle.will_truncate_at is not None), default=None)
-        answer: dict[str, Any] = build_answer(live.body, completions, frame, self._engine.tokenizer, truncates_at)
-        token_ids = [token_id for completion in completions for token_id in completion.token_ids]
-        self._out.append(answer_line(custom_id, ordinal, answer, [completion.token_ids for completion in completions]))
-        usage = answer["usage"]
-        self._tally.count(Record(custom_id, ordinal, None, token_digest(token_ids), usage["prompt_tokens"], usage["completion_tokens"]))
-        for first in range(0, len(completions), live.body.params.n):
-            self._tally.time(completions[first : first + live.body.params.n])
-
-    def _fail(self, line: RawLine, custom_id: str | None, code: str, error: JaxkvError | str) -> None:
-        self._out.append(error_line(custom_id, line.ordinal, line.where, code, error))
-        self._tally.count(Record(custom_id, line.ordinal, code))
+        self._writer.answer(live.line, live.request, live.body, completions, truncates_at)
 
     def _show(self) -> None:
         tally = self._tally

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxkv.engine import Engine
     from jaxkv.serve.interface import CheckWanted
 
-PACKAGES = ("fastapi", "uvicorn", "orjson", "prometheus_client")
+PACKAGES = ("fastapi", "uvicorn", "orjson", "prometheus_client", "python_multipart")
 
 
 @dataclass(frozen=True)

@@ -29,3 +29,10 @@ class ServerSection(Section):
     operator_key_file: str | None = Field(
         default=None, min_length=1, description="file of keys for parks, restores and cancels by hand; $JAXKV_OPERATOR_KEYS has more"
     )
+    files_dir: str | None = Field(
+        default=None, min_length=1, description="folder for files and batches of clients (/v1/files, /v1/batches); null has none"
+    )
+    max_file_mib: int = Field(default=100, ge=1, description="largest file that a client may store, in MiB")
+    files_quota_mib: int = Field(
+        default=1024, ge=1, description="most that all files together may take, what batches write included, in MiB"
+    )

@@ -12,6 +12,7 @@ from jaxkv.serve import errors
 from jaxkv.serve.completions import completion_routes
 from jaxkv.serve.errors import ApiError
 from jaxkv.serve.facts import fact_routes, tokenizer_routes
+from jaxkv.serve.file_routes import FILES, batch_routes, file_routes
 from jaxkv.serve.gate import Gate
 from jaxkv.serve.operator import operator_routes
 from jaxkv.serve.rest import rest_routes
@@ -19,14 +20,16 @@ from jaxkv.serve.site import Site
 from jaxkv.serve.sse import JsonResponse
 from jaxkv.serve.static import page_files, page_routes
 
+ROUTES = (completion_routes, fact_routes, tokenizer_routes, operator_routes, rest_routes, file_routes, batch_routes)
+
 
 def build_app(site: Site) -> ASGIApp:
     """The whole server as an ASGI application."""
     app = FastAPI(
         title="jaxkv", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )  # their pages load from elsewhere
-    for routes in (completion_routes(site), fact_routes(site), tokenizer_routes(site), operator_routes(site), rest_routes(site)):
-        app.include_router(routes)
+    for routes in ROUTES:
+        app.include_router(routes(site))
     pages = page_files() if site.config.server.page else {}
     app.include_router(page_routes(pages))
     app.add_exception_handler(ApiError, _api_error)
@@ -34,7 +37,9 @@ def build_app(site: Site) -> ASGIApp:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _fault)
-    return Gate(app, site.keys, site.operator_keys, site.config.server.max_body_mib, site.responses, pages)
+    server = site.config.server
+    larger = {FILES: (server.max_file_mib, "server.max_file_mib")}
+    return Gate(app, site.keys, site.operator_keys, server.max_body_mib, site.responses, pages, larger)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

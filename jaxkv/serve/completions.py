@@ -10,10 +10,10 @@ from jaxkv.openai import Endpoint, Frame
 from jaxkv.serve.ask import read_ask
 from jaxkv.serve.leave import ClientLeft, unless_left
 from jaxkv.serve.reply import Reply
+from jaxkv.serve.schema import body_schema, of_body
 from jaxkv.serve.site import Site, request_id
 from jaxkv.serve.sse import EventStream, JsonResponse
 
-_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 _GONE = 499  # nobody reads it
 
 
@@ -21,12 +21,12 @@ def completion_routes(site: Site) -> APIRouter:
     """Both endpoints."""
     routes = APIRouter()
 
-    @routes.post(Endpoint.CHAT.value, openapi_extra=_BODY)
+    @routes.post(Endpoint.CHAT.value, openapi_extra=of_body(body_schema(Endpoint.CHAT)))
     async def chat(request: Request) -> Response:
         """A chat's next message."""
         return await complete(site, Endpoint.CHAT, request)
 
-    @routes.post(Endpoint.COMPLETION.value, openapi_extra=_BODY)
+    @routes.post(Endpoint.COMPLETION.value, openapi_extra=of_body(body_schema(Endpoint.COMPLETION)))
     async def completion(request: Request) -> Response:
         """What follows one or more prompts."""
         return await complete(site, Endpoint.COMPLETION, request)

@@ -93,6 +93,17 @@ def no_batch(batch_id: str) -> ApiError:
     return ApiError(404, f"there is no batch {batch_id[:40]}; GET /v1/batches lists them", INVALID, "batch_not_found", "batch_id")
 
 
+def batch_over(batch_id: str, status: str) -> ApiError:
+    """It has come to its end, or nearly."""
+    return ApiError(400, f"the batch {batch_id} is {status}, so it cannot be cancelled", INVALID, "batch_over", "batch_id")
+
+
+def file_in_use(file_id: str, batch_id: str) -> ApiError:
+    """A batch reads it."""
+    message = f"the file {file_id} is the input of {batch_id}, which is not done; wait for it or cancel it first"
+    return ApiError(400, message, INVALID, "file_in_use", "file_id")
+
+
 def too_many_batches(most: int) -> ApiError:
     """Enough are not done yet."""
     message = f"{most} batches are not done yet, the most this server takes; wait for one"

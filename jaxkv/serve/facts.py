@@ -10,10 +10,9 @@ from jaxkv.openai.prompts import Tokenizer, render_messages
 from jaxkv.openai.values import boolean, text, token_ids
 from jaxkv.serve import errors
 from jaxkv.serve.ask import check_model, read_object
+from jaxkv.serve.schema import DETOKENIZE, TOKENIZE, of_body
 from jaxkv.serve.site import Site
 from jaxkv.serve.sse import JsonResponse
-
-_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
 def fact_routes(site: Site) -> APIRouter:
@@ -68,7 +67,7 @@ def tokenizer_routes(site: Site) -> APIRouter:
     """Text to tokens and back."""
     routes = APIRouter()
 
-    @routes.post("/tokenize", openapi_extra=_BODY)
+    @routes.post("/tokenize", openapi_extra=of_body(TOKENIZE))
     async def tokenize(request: Request) -> JsonResponse:
         """Token ids of a prompt, or of messages as the chat template writes them."""
         tokenizer, body = _tokenizer(site), read_object(await site.read(request))
@@ -78,7 +77,7 @@ def tokenizer_routes(site: Site) -> APIRouter:
         texts = [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in tokens] if wants_texts else None
         return JsonResponse({"count": len(tokens), "max_model_len": site.max_model_len, "tokens": tokens, "token_strs": texts})
 
-    @routes.post("/detokenize", openapi_extra=_BODY)
+    @routes.post("/detokenize", openapi_extra=of_body(DETOKENIZE))
     async def detokenize(request: Request) -> JsonResponse:
         """The text of token ids, special ones spelled out."""
         tokenizer, body = _tokenizer(site), read_object(await site.read(request))

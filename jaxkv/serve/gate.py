@@ -20,18 +20,26 @@ from jaxkv.serve.errors import ApiError
 from jaxkv.serve.keys import Keys, bearer
 
 logger = logging.getLogger("jaxkv")
+FORM_BYTES = 2**20  # what a form takes beside the file
 OPEN_PATHS = frozenset({"/health", "/version"})  # for probes, which have no key
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Gate:
-    """Lets a request through to `app`, or answers it."""
+    """Lets a request through to `app`, or answers it. `larger` has paths with a limit of their own, in MiB, and the field that sets it."""
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, operator_keys: Keys, max_body_mib: int, responses: Counter[int], open_paths: Iterable[str] = ()
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        operator_keys: Keys,
+        max_body_mib: int,
+        responses: Counter[int],
+        open_paths: Iterable[str] = (),
+        larger: Mapping[str, tuple[int, str]] | None = None,
     ) -> None:
         self._app, self._keys, self._operator_keys = app, keys, operator_keys
-        self._max_body_mib, self._responses = max_body_mib, responses
+        self._limit, self._larger, self._responses = (max_body_mib, "server.max_body_mib"), larger or {}, responses
         self._open_paths = OPEN_PATHS | frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,8 +82,10 @@ class Gate:
         if self._keys and path not in self._open_paths and not self._keys.accept(key) and not self._operator_keys.accept(key):
             raise errors.no_key()
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._max_body_mib * 2**20:
-            raise errors.too_large(self._max_body_mib)
+        most, field = self._larger.get(path, self._limit)
+        slack = FORM_BYTES if path in self._larger else 0
+        if length.isdigit() and int(length) > most * 2**20 + slack:
+            raise errors.too_large(most, field)
 
 
 async def answer(error: ApiError, send: Send) -> None:

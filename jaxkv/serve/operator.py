@@ -13,6 +13,7 @@ from jaxkv.serve import errors
 from jaxkv.serve.interface import ServeEngine
 from jaxkv.serve.keys import bearer
 from jaxkv.serve.metrics import CONTENT_TYPE
+from jaxkv.serve.schema import of_query
 from jaxkv.serve.site import Site
 from jaxkv.serve.sse import JsonResponse
 
@@ -31,7 +32,7 @@ def operator_routes(site: Site) -> APIRouter:
         """What a picture of the pool needs, in one look."""
         return JsonResponse(await site.service.call(lambda engine: look_at_pool(engine, site.config), to_look=True))
 
-    @routes.post("/slots/{slot_id}")
+    @routes.post("/slots/{slot_id}", openapi_extra=of_query(action={"type": "string", "enum": list(ACTIONS)}))
     async def act(slot_id: str, request: Request) -> JsonResponse:
         """Park, restore or cancel one sequence; needs an operator's key."""
         check_operator(site, request)
@@ -42,7 +43,7 @@ def operator_routes(site: Site) -> APIRouter:
             raise errors.no_slot(slot_id)
         return JsonResponse(await site.service.call(lambda engine: do(engine, int(slot_id), action), to_look=True))
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", openapi_extra=of_query(aliases={"type": "string", "enum": ["vllm"]}))
     async def metrics(request: Request) -> Response:
         """Figures for Prometheus; `?aliases=vllm` adds vLLM's names."""
         facts, aliases = metric_facts(site), request.query_params.get("aliases") == "vllm"

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 
 from jaxkv.errors import RequestError
 from jaxkv.serve.operator import check_operator
+from jaxkv.serve.schema import of_query
 from jaxkv.serve.site import Site
 from jaxkv.serve.sse import JsonResponse
 
@@ -14,7 +15,7 @@ def rest_routes(site: Site) -> APIRouter:
     """Sleep, wake, and which of the two it is."""
     routes = APIRouter()
 
-    @routes.post("/sleep")
+    @routes.post("/sleep", openapi_extra=of_query(level={"type": "string", "enum": list(LEVELS)}))
     async def sleep(request: Request) -> JsonResponse:
         """Let what runs end (`?level=2` ends it at once), and free pool, weights and images; needs an operator's key."""
         check_operator(site, request)

@@ -18,6 +18,7 @@ from jaxkv.config import Config
 from jaxkv.errors import ConfigError
 from jaxkv.interrupt import EXIT_INTERRUPTED
 from jaxkv.serve.app import build_app
+from jaxkv.serve.batches import Batches
 from jaxkv.serve.errors import INVALID, ApiError
 from jaxkv.serve.keys import API_KEYS, OPERATOR_KEYS, read_keys
 from jaxkv.serve.metrics import Meter
@@ -97,18 +98,19 @@ async def serve(config: Config, make_engine: Any) -> tuple[int, bool]:
     sock, stop = listen(config.server.host, config.server.port), Stop()
     meter = Meter()
     service = Service(make_engine, max_waiting=config.server.max_waiting, on_step=meter.take, on_close=meter.keep)
-    site = Site(config, service, keys, operator_keys, meter)
+    site = Site(config, service, keys, operator_keys, meter, Batches.open(config, service))
     web = Web(web_config(site))
     with noting(stop):
         serving = asyncio.create_task(web.serve([sock]))
         try:
+            site.start()
             await first_of(stop.first.wait(), service.wait_ready())
             if service.is_ready:
                 say(site, sock)
                 await first_of(stop.first.wait(), service.wait_broken())
             await first_of(stop.second.wait(), service.drain(config.server.drain_s))
         finally:
-            has_ended = await service.close(CLOSE_S)
+            has_ended = await site.close(CLOSE_S)
             web.should_exit = True
             await serving
     return (stop.exit_code if service.failure is None or not service.was_ready else EXIT_BROKEN), has_ended

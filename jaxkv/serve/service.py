@@ -150,6 +150,11 @@ class Service:
         if self.failure is not None:
             raise self.failure
 
+    async def wait_open(self) -> None:
+        """Until requests are served, which may be never."""
+        while not self.is_ready:
+            await self._change()
+
     async def wait_broken(self) -> BaseException:
         """Until the engine breaks, if it ever does."""
         while self.failure is None:

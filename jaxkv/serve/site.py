@@ -10,6 +10,7 @@ from jaxkv.config import Config
 from jaxkv.openai import BodyReader
 from jaxkv.openai.names import served_name
 from jaxkv.serve import errors
+from jaxkv.serve.batches import Batches
 from jaxkv.serve.interface import ServeEngine
 from jaxkv.serve.keys import Keys
 from jaxkv.serve.metrics import Meter
@@ -25,8 +26,20 @@ class Site:
     keys: Keys = field(default_factory=lambda: Keys(()))
     operator_keys: Keys = field(default_factory=lambda: Keys(()))
     meter: Meter = field(default_factory=Meter)
+    batches: Batches | None = None  # none where the server keeps no files
     responses: Counter[int] = field(default_factory=Counter)  # by status
     started: int = field(default_factory=lambda: int(time.time()))
+
+    def start(self) -> None:
+        """Begin what goes on beside requests."""
+        if self.batches is not None:
+            self.batches.start()
+
+    async def close(self, seconds: float) -> bool:
+        """End everything; whether the engine's thread ended within that time."""
+        if self.batches is not None:
+            await self.batches.close()
+        return await self.service.close(seconds)
 
     @property
     def model(self) -> str:

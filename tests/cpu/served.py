@@ -6,7 +6,9 @@ import time
 import httpx2
 
 from jaxkv.engine import Engine
+from jaxkv.serve.batches import Batches
 from jaxkv.serve.keys import Keys
+from jaxkv.serve.metrics import Meter
 from jaxkv.serve.run import Web, listen, web_config
 from jaxkv.serve.service import Service
 from jaxkv.serve.site import Site
@@ -15,14 +17,24 @@ from tests.serving import until
 
 
 def serve(talk, step_s=0.0, **fields):
-    """Run `talk(http, service)` beside a server over the tiny engine, which rests so long after each step; what it returns."""
-    settings = config(**fields)
+    """Run `talk(http, service)` beside a server over the tiny engine, which rests so long after each step; what it returns.
+
+    The scheduler's books are checked after every step.
+    """
+    settings, meter = config(**fields), Meter()
+
+    def on_step(engine):
+        meter.take(engine)
+        engine.scheduler.check()
+        time.sleep(step_s)
 
     async def both():
-        service = Service(lambda check: Engine(settings, on_stage=lambda *_: check()), on_step=lambda _: time.sleep(step_s))
+        service = Service(lambda check: Engine(settings, on_stage=lambda *_: check()), on_step=on_step, on_close=meter.keep)
+        site = Site(settings, service, Keys(()), Keys(("boss",)), meter, Batches.open(settings, service))
+        site.start()
         await service.wait_ready()
         sock = listen("127.0.0.1", 0)
-        web = Web(web_config(Site(settings, service, Keys(()), Keys(("boss",)))))
+        web = Web(web_config(site))
         serving = asyncio.create_task(web.serve([sock]))
         try:
             async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60) as http:
@@ -31,7 +43,7 @@ def serve(talk, step_s=0.0, **fields):
                 await service.call(lambda engine: check_empty(engine))
             return found
         finally:
-            assert await service.close(30)
+            assert await site.close(30)
             web.should_exit = True
             await serving
 

@@ -1,6 +1,7 @@
 """The server over a real engine: chats that fit alone and not together, pauses only, and the text of the uncrowded run."""
 
 import asyncio
+import json
 
 import jax
 import pytest
@@ -99,3 +100,30 @@ def test_a_server_that_slept_holds_no_array_meanwhile_and_gives_the_same_answers
     before, after, left = serve(talk)
     assert before == after
     assert left <= earlier
+
+
+def test_a_batch_makes_way_for_whoever_asks_in_person_and_answers_as_requests_alone_do(tmp_path):
+    asked = [{"prompt": "abcdefgh"[i], "max_tokens": 60, "seed": i, "ignore_eos": True} for i in range(8)]
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(asked)]
+
+    async def talk(http, service):
+        quiet = [(await http.post("/v1/completions", json=body)).json() for body in [*asked, {**asked[0], "max_tokens": 9}]]
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        stored = (await http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"})).json()
+        begun = {"input_file_id": stored["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = (await http.post("/v1/batches", json=begun)).json()
+        while [slot["state"] for slot in (await http.get("/slots")).json()].count("decoding") < 4:
+            await asyncio.sleep(0.005)
+        urgent = (await http.post("/v1/completions", json={**asked[0], "max_tokens": 9})).json()
+        counts = [(await http.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"]]
+        while (batch := (await http.get(f"/v1/batches/{batch['id']}")).json())["status"] != "completed":
+            await asyncio.sleep(0.01)
+        output = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text
+        answers = {answer["custom_id"]: answer["response"]["body"] for answer in map(json.loads, output.splitlines())}
+        num_parks = await service.call(lambda engine: engine.scheduler.counters.num_parks_priority)
+        return quiet, urgent, counts[0], answers, num_parks
+
+    quiet, urgent, num_before, answers, num_parks = serve(talk, step_s=0.005, server__files_dir=str(tmp_path), pool__tokens=512)
+    assert [answers[str(i)]["choices"] for i in range(8)] == [answer["choices"] for answer in quiet[:8]]
+    assert urgent["choices"] == quiet[8]["choices"]
+    assert num_before == 0 and num_parks == 1, "it did not wait for a row of the batch's to end"

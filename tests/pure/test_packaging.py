@@ -70,7 +70,7 @@ def test_a_package_that_is_there_but_broken_is_not_called_missing(tmp_path, monk
 
 def test_the_extras_are_those_that_are_promised():
     assert set(PYPROJECT["project"]["optional-dependencies"]) == {
-        *("server", "structured", "plots", "peers", "cuda12", "cuda13", "tpu", "dev"),
+        *("server", "structured", "plots", "peers", "clients", "cuda12", "cuda13", "tpu", "dev"),
     }
 
 

@@ -1,6 +1,7 @@
 """OpenAI's own client, which checks every answer against its types."""
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -115,3 +116,30 @@ def test_an_error_inside_a_stream_is_raised():
             [chunk async for chunk in stream]
 
     run(talk, ServedFake(step_s=0.01))
+
+
+def test_files_and_batches(tmp_path):
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "small", "prompt": "ab", "max_tokens": 9}}
+    broken = {**line, "custom_id": "b", "body": {"prompt": "ab", "n": 0}}
+
+    async def talk(client):
+        content = "".join(json.dumps(entry) + "\n" for entry in (line, broken)).encode()
+        stored = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        asked = {"endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"who": "me"}}
+        batch = await client.batches.create(input_file_id=stored.id, **asked)
+        while (batch := await client.batches.retrieve(batch.id)).status != "completed":
+            await asyncio.sleep(0.01)
+        answer, fault = [(await client.files.content(name)).text for name in (batch.output_file_id, batch.error_file_id)]
+        assert [one.id async for one in client.batches.list(limit=1)] == [batch.id]
+        assert len([file async for file in client.files.list(limit=1)]) == 3
+        assert (await client.files.delete(stored.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(stored.id)
+        with pytest.raises(openai.BadRequestError, match="is completed, so it cannot be cancelled"):
+            await client.batches.cancel(batch.id)
+        return batch, json.loads(answer), json.loads(fault)
+
+    batch, answer, fault = run(talk, files_dir=str(tmp_path))
+    assert (batch.request_counts.completed, batch.request_counts.failed, batch.metadata) == (1, 1, {"who": "me"})
+    assert answer["response"]["body"]["choices"][0]["text"] == "xyz"
+    assert fault["error"]["message"] == "n: got 0, allowed: a whole number from 1 to 128"
