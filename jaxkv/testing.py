@@ -23,6 +23,7 @@ class ByteTokenizer:
     """One token per byte of UTF-8, and token 256 for the end of a text; a chat renders as one `role: content` line per message."""
 
     vocab_size = NUM_IDS
+    knows_tools = False
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The bytes of `text`; there is no special token to add."""

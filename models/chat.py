@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 from jinja2.ext import Extension
-from jinja2.nodes import Node
+from jinja2.nodes import Name, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -35,11 +35,24 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
 
 @lru_cache(maxsize=8)
 def compile_template(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=8)
+def reads(template: str, variable: str) -> bool:
+    """Whether a template looks at a variable at all, such as `tools`."""
+    try:
+        return any(name.name == variable for name in _environment().parse(template).find_all(Name))
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the chat template cannot be read: {error}") from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
     env.filters["tojson"] = _to_json
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return env.from_string(template)
+    return env
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:

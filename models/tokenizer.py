@@ -23,6 +23,8 @@ class Tokenizer(Protocol):
     def is_special(self, token_id: int) -> bool: ...
     def sha256(self) -> str: ...
     def stream(self, skip_special_tokens: bool = True) -> "TextStream": ...
+    @property
+    def knows_tools(self) -> bool: ...
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Any = None, **kwargs: Any
     ) -> str: ...
@@ -80,6 +82,11 @@ class TokenizerBase:
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         return TextStream(self, skip_special_tokens)
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template has a place for tools, and so for calls and results."""
+        return "tool_use" in self.chat_templates or chat.reads(self.chat_templates.get("default", ""), "tools")
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Any = None, **kwargs: Any

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxkv.openai.body import Endpoint, ParsedBody
 from jaxkv.openai.prompts import Tokenizer
+from jaxkv.openai.tool_answers import ChoiceCalls
 from jaxkv.request import Completion, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell
@@ -63,6 +64,11 @@ def error_body(error: Exception | str, code: str, kind: str = "invalid_request_e
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "param", None), "code": code}}
 
 
+def choice_calls(body: ParsedBody, index: int) -> ChoiceCalls | None:
+    """What finds the calls in a choice, if there may be any."""
+    return None if body.tool_use is None else ChoiceCalls(body.tool_use, body.prompts[0], body.params.seed, index)
+
+
 def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
     """One token as text; as with OpenAI `bytes:\\xe2\\x82` for part of a character; `token_id:7` without a tokenizer."""
     if tokenizer is None:
@@ -101,13 +107,16 @@ def text_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None,
 
 def _chat_choice(index: int, body: ParsedBody, completion: Completion, tokenizer: Tokenizer | None) -> dict[str, Any]:
     logprobs = None if completion.logprobs is None else chat_logprobs(completion.logprobs, tokenizer)
-    message = {"role": "assistant", "content": completion.text}
+    message, finish_reason = {"content": completion.text}, completion.finish_reason
+    if (calls := choice_calls(body, index)) is not None:
+        message = calls.message(completion.text)
+        finish_reason = calls.finish_reason(finish_reason)
     return {
         "index": index,
-        "message": message,
+        "message": {"role": "assistant", **message},
         **_token_ids(body, completion, tokenizer),
         "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": finish_reason,
     }
 
 

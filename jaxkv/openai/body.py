@@ -12,6 +12,7 @@ from typing import Any
 from jaxkv.errors import ConfigError, RequestError
 from jaxkv.openai.fields import TIERS, UNSUPPORTED, WITHOUT_EFFECT, read_top_logprobs, readers, refuse_unsupported
 from jaxkv.openai.prompts import Tokenizer, read_messages, read_prompts
+from jaxkv.openai.tools import TOOL_FIELDS, ToolUse, read_tool_use, refuse_tools
 from jaxkv.openai.values import boolean, refuse, shown, token_ids
 from jaxkv.request import SamplingParams
 
@@ -36,6 +37,7 @@ class ParsedBody:
     return_token_ids: bool = False
     return_cached_tokens: bool = False
     unknown: frozenset[str] = frozenset()
+    tool_use: ToolUse | None = None  # where the answer may call tools
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class BodyReader:
     def read(self, endpoint: Endpoint, body: Mapping[str, Any], default_seed: int) -> ParsedBody:
         """Check every field; raise RequestError for the first one that is wrong."""
         refuse_unsupported(body)
-        prompts, unknown = self._prompts(endpoint, body)
+        unknown: set[str] = set()
+        tool_use = _tool_use(endpoint, body, unknown)
+        prompts = self._prompts(endpoint, body, tool_use, unknown)
         known = readers(self.vocab_size)
         given = self._with_defaults(endpoint, {field: value for field, value in body.items() if value is not None})
         values = {field: read(field, given[field]) for field, read in known.items() if field in given}
@@ -74,6 +78,7 @@ class BodyReader:
             values.get("return_token_ids", False),
             values.get("return_cached_tokens", False),
             frozenset(unknown | {str(name) for name in aside}),
+            tool_use,
         )
 
     def check_defaults(self) -> None:
@@ -83,7 +88,7 @@ class BodyReader:
         except RequestError as error:
             raise ConfigError(f"request.{error}") from None
 
-    def _prompts(self, endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[list[list[int]], set[str]]:
+    def _prompts(self, endpoint: Endpoint, body: Mapping[str, Any], tool_use: ToolUse | None, unknown: set[str]) -> list[list[int]]:
         field, other = ("messages", "prompt") if endpoint is Endpoint.CHAT else ("prompt", "messages")
         if body.get(field) is None:
             hint = f"; {other} belongs to the other endpoint" if body.get(other) is not None else ""
@@ -91,9 +96,10 @@ class BodyReader:
         if body.get(other) is not None:
             raise RequestError(f"{other}: does not belong to {endpoint.value}, which has {field}", other)
         if endpoint is Endpoint.CHAT:
-            ids, unknown = read_messages(body[field], self.tokenizer)
-            return [ids], unknown
-        return read_prompts(body[field], self.tokenizer, token_ids(self.vocab_size), self.max_prompts), set()
+            ids, aside = read_messages(body[field], self.tokenizer, () if tool_use is None else tool_use.tools)
+            unknown.update(aside)
+            return [ids]
+        return read_prompts(body[field], self.tokenizer, token_ids(self.vocab_size), self.max_prompts)
 
     def _with_defaults(self, endpoint: Endpoint, given: dict[str, Any]) -> dict[str, Any]:
         """`given` with the defaults that fill a gap: one for max_tokens does not stand beside a given max_completion_tokens."""
@@ -106,7 +112,7 @@ class BodyReader:
 
 
 _COMPOSED = frozenset({"max_tokens", "priority"})  # made from two fields
-_OWN = frozenset({"messages", "prompt", "logprobs", "top_logprobs"})
+_OWN = TOOL_FIELDS | {"messages", "prompt", "logprobs", "top_logprobs"}
 
 
 def derive_seed(run_seed: int, custom_id: str) -> int:
@@ -115,6 +121,13 @@ def derive_seed(run_seed: int, custom_id: str) -> int:
     For example run seed 0 and custom_id "a" hash the three bytes `0:a`.
     """
     return int.from_bytes(hashlib.sha256(f"{run_seed}:{custom_id}".encode()).digest()[:8], "big")
+
+
+def _tool_use(endpoint: Endpoint, body: Mapping[str, Any], unknown: set[str]) -> ToolUse | None:
+    if endpoint is Endpoint.CHAT:
+        return read_tool_use(body, unknown)
+    refuse_tools(body, endpoint.value)
+    return None
 
 
 def _for_endpoint(endpoint: Endpoint, defaults: Mapping[str, Any]) -> dict[str, Any]:

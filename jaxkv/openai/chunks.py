@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxkv.openai.answers import Frame, chat_logprobs, text_logprobs
+from jaxkv.openai.answers import Frame, chat_logprobs, choice_calls, text_logprobs
 from jaxkv.openai.body import Endpoint, ParsedBody
 from jaxkv.openai.prompts import Tokenizer
 from jaxkv.output import TextStream
@@ -69,16 +69,32 @@ class ChoicePieces:
         self._logprobs: list[TokenLogprobs] = []
         self._stream: TextStream | None = None if tokenizer is None else tokenizer.stream()
         self._offset = 0
+        self._calls = choice_calls(body, index)
 
-    def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], *, is_last: bool) -> dict[str, Any] | None:
-        """The choice of the next piece; None where there is nothing to say yet."""
+    def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], *, is_last: bool) -> list[dict[str, Any]]:
+        """The choices of the next pieces; none where there is nothing to say yet."""
         self._token_ids += token_ids
         self._logprobs += logprobs
+        contents = self._contents(text, is_last)
         has_rest = is_last and ((self._wants_ids and self._token_ids) or self._logprobs)
-        if not (text or has_rest or (self._tokenizer is None and self._token_ids)):
-            return None
-        ids = {"token_ids": self._token_ids} if self._wants_ids else {}
+        if not contents and (has_rest or (self._tokenizer is None and self._token_ids)):
+            contents = [{"delta": {"content": ""}} if self._is_chat else {"text": ""}]
+        return [self._choice(content) for content in contents]
+
+    def finish_reason(self, reason: str) -> str:
+        """Why the choice ended, as its client is told."""
+        return reason if self._calls is None else self._calls.finish_reason(reason)
+
+    def _contents(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        """What is new; several pieces only where there are calls."""
+        if self._calls is not None:
+            return [{"delta": delta} for delta in self._calls.deltas(text, is_last=is_last)]
         content: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        return [content] if text else []
+
+    def _choice(self, content: dict[str, Any]) -> dict[str, Any]:
+        """A choice with the tokens that nobody was told of: the first of several pieces has them all."""
+        ids = {"token_ids": self._token_ids} if self._wants_ids else {}
         choice = {"index": self._index, **content, **ids, "logprobs": self._told_logprobs(), "finish_reason": None}
         self._token_ids, self._logprobs = [], []
         return choice

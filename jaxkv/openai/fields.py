@@ -50,15 +50,13 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
     "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 
 # Fields of the API that no answer depends on.
-WITHOUT_EFFECT = frozenset({"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "store", "stream_options", "user"})
+WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "store", "stream_options", "user"})
 
 
 def readers(vocab_size: int) -> dict[str, Reader]:

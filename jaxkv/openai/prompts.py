@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jaxkv.errors import RequestError
+from jaxkv.openai.tool_prompt import check_results, read_tool_calls, spell_out
 from jaxkv.openai.values import Reader, refuse, shown, text
 from jaxkv.output import Detokenizer
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _NO_TOKENIZER = "this model has no tokenizer, so only prompts of token ids work"
 
 
@@ -18,25 +19,32 @@ class Tokenizer(Detokenizer, Protocol):
 
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str: ...
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: Any = None) -> str: ...
+
+    @property
+    def knows_tools(self) -> bool: ...
 
 
-def read_messages(value: Any, tokenizer: Tokenizer | None) -> tuple[list[int], set[str]]:
-    """The token ids of a chat, and the names of message keys nobody knows, such as `messages[].mood`."""
+def read_messages(value: Any, tokenizer: Tokenizer | None, tools: Sequence[Any] = ()) -> tuple[list[int], set[str]]:
+    """The token ids of a chat that may use `tools`, and the names of message keys nobody knows, such as `messages[].mood`."""
     if tokenizer is None:
         raise RequestError(f"messages: {_NO_TOKENIZER}", "messages")
-    rendered, unknown = render_messages(value, tokenizer)
+    rendered, unknown = render_messages(value, tokenizer, tools)
     return _not_empty("messages", tokenizer.encode(rendered, add_special_tokens=False)), unknown
 
 
-def render_messages(value: Any, tokenizer: Tokenizer, *, add_generation_prompt: bool = True) -> tuple[str, set[str]]:
+def render_messages(
+    value: Any, tokenizer: Tokenizer, tools: Sequence[Any] = (), *, add_generation_prompt: bool = True
+) -> tuple[str, set[str]]:
     """A chat as the template writes it, and the names of message keys nobody knows."""
     if not isinstance(value, list) or not value:
         raise refuse("messages", value, "a list of at least one message")
     unknown: set[str] = set()
     messages = [_message(f"messages[{index}]", message, unknown) for index, message in enumerate(value)]
+    check_results(messages)
     try:
-        rendered = tokenizer.render_chat(messages, add_generation_prompt)
+        plain = messages if tokenizer.knows_tools else spell_out(messages, tools)
+        rendered = tokenizer.render_chat(plain, add_generation_prompt, list(tools) or None)
     except Exception as error:  # a template is a program of the model's, and may refuse in any way it likes
         raise RequestError(f"messages: the chat template refused them: {error}", "messages") from error
     return rendered, unknown
@@ -77,14 +85,29 @@ def _message(field: str, value: Any, unknown: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refuse(field, value, "an object with role and content")
     role = value.get("role")
-    if role in ("tool", "function") or any(value.get(key) for key in ("tool_calls", "function_call", "tool_call_id", "audio")):
-        raise RequestError(f"{field}: tool calls, their results and audio are not supported", field)
     if role not in ROLES:
         raise refuse(f"{field}.role", role, ", ".join(ROLES))
+    for key in ("function_call", "audio"):
+        if value.get(key):
+            raise RequestError(f"{field}.{key}: is not supported{'; use tool_calls' if key == 'function_call' else ''}", field)
     known = {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "audio", "refusal"}
     unknown.update(f"messages[].{key}" for key in value.keys() - known)
     name = {} if value.get("name") is None else {"name": text(f"{field}.name", value["name"])}
-    return {"role": role, "content": _content(f"{field}.content", value.get("content")), **name}
+    of_tools = _of_tools(field, value)
+    has_calls = "tool_calls" in of_tools and value.get("content") is None
+    return {"role": role, "content": None if has_calls else _content(f"{field}.content", value.get("content")), **name, **of_tools}
+
+
+def _of_tools(field: str, value: dict[str, Any]) -> dict[str, Any]:
+    """The calls of an assistant's message, or which call a tool's message answers."""
+    role, calls, call_id = value["role"], value.get("tool_calls"), value.get("tool_call_id")
+    if calls and role != "assistant":
+        raise RequestError(f"{field}.tool_calls: belong to messages of the assistant, this is one of the {role}", field)
+    if call_id is not None and role != "tool":
+        raise RequestError(f"{field}.tool_call_id: belongs to messages of a tool, this is one of the {role}", field)
+    if role == "tool":
+        return {"tool_call_id": text(f"{field}.tool_call_id", call_id)}
+    return {"tool_calls": read_tool_calls(f"{field}.tool_calls", calls)} if calls else {}
 
 
 def _content(field: str, value: Any) -> str:

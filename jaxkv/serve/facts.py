@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from jaxkv import __version__
 from jaxkv.errors import RequestError
 from jaxkv.openai.prompts import Tokenizer, render_messages
+from jaxkv.openai.tools import read_tool_use
 from jaxkv.openai.values import boolean, text, token_ids
 from jaxkv.serve import errors
 from jaxkv.serve.ask import check_model, read_object
@@ -123,7 +124,8 @@ def _templates(tokenizer: Any) -> dict[str, str]:
 def _encode(tokenizer: Tokenizer, body: dict[str, Any]) -> list[int]:
     if body.get("messages") is not None:
         add_prompt = boolean("add_generation_prompt", body.get("add_generation_prompt", True))
-        rendered = render_messages(body["messages"], tokenizer, add_generation_prompt=add_prompt)[0]
+        use = read_tool_use({"tools": body.get("tools")}, set())
+        rendered = render_messages(body["messages"], tokenizer, () if use is None else use.tools, add_generation_prompt=add_prompt)[0]
         return tokenizer.encode(rendered, boolean("add_special_tokens", body.get("add_special_tokens", False)))
     if body.get("prompt") is None:
         raise RequestError("prompt: is missing; give prompt or messages", "prompt")

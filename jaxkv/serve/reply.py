@@ -83,14 +83,15 @@ class Reply:
     def _choice(self, index: int, inbox: Inbox) -> Iterator[bytes]:
         is_over, delta = self._is_over(inbox), inbox.take()
         self._num_tokens += len(delta.token_ids)
-        piece = self._pieces[index].add(delta.text, delta.token_ids, delta.logprobs, is_last=is_over)
-        if piece is not None or is_over:
+        pieces = self._pieces[index].add(delta.text, delta.token_ids, delta.logprobs, is_last=is_over)
+        if pieces or is_over:
             yield from self._begin(index)
-        if piece is not None:
+        for piece in pieces:
             yield event(self._chunks.chunk(piece, self._usage, **self._notice()))
         if is_over and inbox.completion is not None:
             self._has_ended[index] = True
-            yield event(self._chunks.chunk(self._chunks.end(index, inbox.completion.finish_reason), self._usage))
+            reason = self._pieces[index].finish_reason(inbox.completion.finish_reason)
+            yield event(self._chunks.chunk(self._chunks.end(index, reason), self._usage))
 
     def _begin(self, index: int) -> Iterator[bytes]:
         if not self._has_begun[index]:

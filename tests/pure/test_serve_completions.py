@@ -174,7 +174,7 @@ REFUSED = [
         "stream_options.include_usage: got 1, allowed: true or false",
     ),
     (CHAT, chat(timeout_s=0), "timeout_s", "timeout_s: got 0, allowed: a number above 0 to 1e+09"),
-    (CHAT, chat(tools=[{"a": 1}]), "tools", 'tools: got [{"a": 1}], which is not supported; leave it out or []'),
+    (CHAT, chat(tools=[{"a": 1}]), "tools[0].type", 'tools[0].type: got null, allowed: "function"'),
     (
         *(CHAT, chat(response_format={"type": "json_object"}), "response_format"),
         'response_format: got {"type": "json_object"}, which is not supported; leave it out or {"type": "text"}',
