@@ -138,7 +138,7 @@ async def site(
     make = engine if callable(engine) else lambda check: engine or ServedFake()
     meter = Meter()
     service = Service(make, max_waiting=settings.server.max_waiting, on_step=meter.take, on_close=meter.keep)
-    made = Site(settings, service, Keys(keys), Keys(operator_keys), meter, Batches.open(settings, service))
+    made = Site(settings, service, Keys(keys), Keys(operator_keys), meter, Batches.open(settings))
     try:
         made.start()
         if not callable(engine):

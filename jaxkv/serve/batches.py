@@ -26,10 +26,10 @@ logger = logging.getLogger("jaxkv")
 
 
 class Batches:
-    """Those of one folder. `start` begins to run them, which ends when the task that it makes is cancelled."""
+    """Those of one folder. `start` begins to run them, until `close`."""
 
-    def __init__(self, store: FileStore, service: Service, config: Config) -> None:
-        self.store, self._service, self._config = store, service, config
+    def __init__(self, store: FileStore, config: Config) -> None:
+        self.store, self._config = store, config
         self._model = config.server.model_name or served_name(config.model.path)
         self._records = {record.id: record for record in read_records(store.folder, "batch_", lambda facts: BatchRecord(**facts))}
         store.sweep(self._is_being_written)
@@ -38,7 +38,7 @@ class Batches:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    def open(cls, config: Config, service: Service) -> Self | None:
+    def open(cls, config: Config) -> Self | None:
         """Those of the folder that the configuration names, if it does; raises ConfigError."""
         folder = config.server.files_dir
         if folder is None:
@@ -48,11 +48,11 @@ class Batches:
                 f"server.max_file_mib: got {config.server.max_file_mib}, more than server.files_quota_mib, which is "
                 f"{config.server.files_quota_mib}; lower it or raise the other"
             )
-        return cls(FileStore(Path(folder).expanduser(), config.server.files_quota_mib), service, config)
+        return cls(FileStore(Path(folder).expanduser(), config.server.files_quota_mib), config)
 
-    def start(self) -> None:
+    def start(self, service: Service) -> None:
         """Run what there is, and what will come."""
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self._run(service))
 
     async def close(self) -> None:
         """Stop where it is; what is done is kept."""
@@ -115,29 +115,29 @@ class Batches:
     def _is_being_written(self, file_id: str) -> bool:
         return any(file_id in (record.output_id, record.error_id) for record in self._open)
 
-    async def _run(self) -> None:
+    async def _run(self, service: Service) -> None:
         """One after another, the oldest first; those to be cancelled before all others, since nothing has to be ready for that."""
         while True:
             self._news.clear()
             waiting = sorted(self._open, key=lambda record: record.status not in ("cancelling", "finalizing"))
             if not waiting:
                 await self._news.wait()
-            elif waiting[0].status in ("cancelling", "finalizing") or self._service.is_ready:
-                await self._run_one(waiting[0])
+            elif waiting[0].status in ("cancelling", "finalizing") or service.is_ready:
+                await self._run_one(waiting[0], service)
             else:
-                await self._ready_or_news()
+                await self._ready_or_news(service)
 
-    async def _ready_or_news(self) -> None:
-        tasks = [asyncio.ensure_future(self._service.wait_open()), asyncio.ensure_future(self._news.wait())]
+    async def _ready_or_news(self, service: Service) -> None:
+        tasks = [asyncio.ensure_future(service.wait_open()), asyncio.ensure_future(self._news.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _run_one(self, record: BatchRecord) -> None:
+    async def _run_one(self, record: BatchRecord, service: Service) -> None:
         """Run it; what goes wrong ends this batch and nothing else."""
-        run = BatchRun(record, self.store, self._service, self._config, self._model)
+        run = BatchRun(record, self.store, service, self._config, self._model)
         task = asyncio.create_task(run.run())
         self._running = record, task
         try:
@@ -150,14 +150,14 @@ class Batches:
             self._running = None
         if task.cancelled():  # by `cancel`
             self._finish(run)
-        elif (error := task.exception()) is not None and not record.has_ended:
+        elif (error := task.exception()) is not None and not record.has_ended and service.is_admitting:
             self._fail(run, error)
 
     def _fail(self, run: BatchRun, error: BaseException) -> None:
         """What ended a batch, as far as its client should know; an engine that is not there now ends none."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if not self._service.is_admitting or (isinstance(error, ApiError) and error.status == 503):
+        if isinstance(error, ApiError) and error.status == 503:
             return
         reason = str(error) if isinstance(error, ApiError) else "something went wrong in the server; its log has more"
         code = error.code if isinstance(error, ApiError) else "internal_error"

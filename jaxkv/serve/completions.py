@@ -21,12 +21,12 @@ def completion_routes(site: Site) -> APIRouter:
     """Both endpoints."""
     routes = APIRouter()
 
-    @routes.post(Endpoint.CHAT.value, openapi_extra=of_body(body_schema(Endpoint.CHAT)))
+    @routes.post(Endpoint.CHAT.value, openapi_extra=of_body(body_schema(Endpoint.CHAT, site.model)))
     async def chat(request: Request) -> Response:
         """A chat's next message."""
         return await complete(site, Endpoint.CHAT, request)
 
-    @routes.post(Endpoint.COMPLETION.value, openapi_extra=of_body(body_schema(Endpoint.COMPLETION)))
+    @routes.post(Endpoint.COMPLETION.value, openapi_extra=of_body(body_schema(Endpoint.COMPLETION, site.model)))
     async def completion(request: Request) -> Response:
         """What follows one or more prompts."""
         return await complete(site, Endpoint.COMPLETION, request)

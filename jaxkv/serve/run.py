@@ -95,10 +95,11 @@ async def serve(config: Config, make_engine: Any) -> tuple[int, bool]:
     """
     keys = read_keys(config.server.api_key_file, API_KEYS, "server.api_key_file")
     operator_keys = read_keys(config.server.operator_key_file, OPERATOR_KEYS, "server.operator_key_file")
+    batches = Batches.open(config)
     sock, stop = listen(config.server.host, config.server.port), Stop()
     meter = Meter()
     service = Service(make_engine, max_waiting=config.server.max_waiting, on_step=meter.take, on_close=meter.keep)
-    site = Site(config, service, keys, operator_keys, meter, Batches.open(config, service))
+    site = Site(config, service, keys, operator_keys, meter, batches)
     web = Web(web_config(site))
     with noting(stop):
         serving = asyncio.create_task(web.serve([sock]))

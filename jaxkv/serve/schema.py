@@ -9,6 +9,11 @@ from jaxkv.request import MAX_CHOICES, MAX_PRIORITY, MAX_TOP_LOGPROBS, MIN_PRIOR
 Schema = dict[str, Any]
 
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXT_PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
+}
 _MESSAGES: Schema = {
     "type": "array",
     "minItems": 1,
@@ -17,7 +22,7 @@ _MESSAGES: Schema = {
         "required": ["role", "content"],
         "properties": {
             "role": {"type": "string", "enum": ["system", "user", "assistant", "tool"]},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
         },
     },
 }
@@ -40,7 +45,6 @@ def real(low: float, high: float | None = None) -> Schema:
 _FLAG: Schema = {"type": ["boolean", "null"]}
 _TEXT: Schema = {"type": ["string", "null"]}
 _FIELDS: dict[str, Schema] = {
-    "model": {"type": ["string", "null"], "description": "the one that is served"},
     "max_tokens": whole(1),
     "max_completion_tokens": whole(1),
     "min_tokens": whole(0),
@@ -76,9 +80,10 @@ _FIELDS: dict[str, Schema] = {
 }
 
 
-def body_schema(endpoint: Endpoint) -> Schema:
+def body_schema(endpoint: Endpoint, model: str) -> Schema:
     """The body of an endpoint that generates: every field that is honoured, and any other."""
     fields = {name: _FIELDS.get(name, {}) for name in dict.fromkeys([*readers(1), *_FIELDS])}
+    fields["model"] = {"enum": [model, None]}
     if endpoint is Endpoint.CHAT:
         own = {"messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": whole(0, MAX_TOP_LOGPROBS)}
         return {"type": "object", "required": ["messages"], "properties": {**own, **fields}}

@@ -33,7 +33,7 @@ class Site:
     def start(self) -> None:
         """Begin what goes on beside requests."""
         if self.batches is not None:
-            self.batches.start()
+            self.batches.start(self.service)
 
     async def close(self, seconds: float) -> bool:
         """End everything; whether the engine's thread ended within that time."""

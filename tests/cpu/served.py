@@ -30,7 +30,7 @@ def serve(talk, step_s=0.0, **fields):
 
     async def both():
         service = Service(lambda check: Engine(settings, on_stage=lambda *_: check()), on_step=on_step, on_close=meter.keep)
-        site = Site(settings, service, Keys(()), Keys(("boss",)), meter, Batches.open(settings, service))
+        site = Site(settings, service, Keys(()), Keys(("boss",)), meter, Batches.open(settings))
         site.start()
         await service.wait_ready()
         sock = listen("127.0.0.1", 0)

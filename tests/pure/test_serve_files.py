@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_one_is_told_at_the_start(tmp_path):
         FileStore(tmp_path / "file" / "below", 1)
     assert str(found.value) == f"server.files_dir: {tmp_path}/file/below cannot be used: Not a directory; choose another folder"
     with pytest.raises(ConfigError) as found:
-        Batches.open(config(files_dir=str(tmp_path), files_quota_mib=50), None)
+        Batches.open(config(files_dir=str(tmp_path), files_quota_mib=50))
     told = "server.max_file_mib: got 100, more than server.files_quota_mib, which is 50; lower it or raise the other"
     assert str(found.value) == told
 

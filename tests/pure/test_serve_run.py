@@ -1,6 +1,7 @@
 """A whole server: its socket, its signals, its exit code, its command line."""
 
 import asyncio
+import json
 import re
 import signal
 import socket
@@ -121,3 +122,27 @@ def test_without_its_packages_the_command_says_what_brings_them(monkeypatch, cap
     assert main(["serve", str(tmp_path / "c.yaml")]) == 2
     line = "jaxkv: error: this needs the package uvicorn, which is not installed: pip install 'jaxkv[server]'\n"
     assert capsys.readouterr().err == line
+
+
+def test_a_batch_that_a_stopped_server_left_is_done_by_the_next(capsys, tmp_path):
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {**LONG, "max_tokens": 300}}
+    found = []
+
+    async def begin(http):
+        stored = await http.post("/v1/files", files={"file": ("in", json.dumps(line).encode())}, data={"purpose": "batch"})
+        asked = {"input_file_id": stored.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        found.append((await http.post("/v1/batches", json=asked)).json()["id"])
+        while (await http.get(f"/v1/batches/{found[0]}")).json()["status"] != "in_progress":
+            await asyncio.sleep(0.005)
+        signal.raise_signal(signal.SIGTERM)
+
+    async def wait(http):
+        while (batch := (await http.get(f"/v1/batches/{found[0]}")).json())["status"] != "completed":
+            await asyncio.sleep(0.005)
+        found.append(batch["request_counts"])
+        signal.raise_signal(signal.SIGTERM)
+
+    settings = {"files_dir": str(tmp_path), "drain_s": 0}
+    assert run(ServedFake(step_s=0.005), capsys, begin, **settings)[0] == (0, True)
+    assert run(ServedFake(), capsys, wait, **settings)[0] == (0, True)
+    assert found[1] == {"total": 1, "completed": 1, "failed": 0}

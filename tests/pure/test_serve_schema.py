@@ -35,6 +35,7 @@ def test_every_field_that_is_read_is_described():
     for endpoint, own in ((Endpoint.CHAT, {"messages", "top_logprobs"}), (Endpoint.COMPLETION, {"prompt"})):
         schema = body(document, endpoint.value)
         assert set(readers(10)) | own | {"stream", "stream_options", "timeout_s", "logprobs"} <= set(schema["properties"])
+        assert schema["properties"]["model"] == {"enum": ["small", None]}
         assert schema["required"] == ["messages" if endpoint is Endpoint.CHAT else "prompt"]
 
 
