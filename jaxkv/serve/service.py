@@ -191,7 +191,9 @@ class Service:
                 raise errors.not_awake() from None
 
     async def _turn(self, how: Command) -> None:
-        """Until the engine's thread has lain down or got up."""
+        """Until the engine's thread has lain down or got up; raises ApiError where it is over."""
+        if self.failure is not None or self._is_stopping:
+            raise errors.broken() if self.failure is not None else errors.stopping()
         self._turned = self._loop.create_future()
         self._calls.add(self._turned)
         self._commands.put(how)

@@ -146,6 +146,18 @@ def test_counters_go_on_where_the_engine_before_stopped():
     assert run(talk) == [["jaxkv_requests_received_total 1.0"], ["jaxkv_requests_received_total 2.0"]]
 
 
+def test_an_engine_that_breaks_while_it_drains_is_told():
+    async def talk(http, engines, made):
+        asking = asyncio.create_task(http.post(COMPLETION, json=LONG))
+        await until(lambda: made.service.num_busy == 1)
+        resting = asyncio.create_task(http.post("/sleep", headers=BOSS))
+        await until(lambda: made.service.is_sleeping)
+        engines.made[0]().fault = RuntimeError("broken")
+        return error(await resting)[:2], error(await asking)[:2]
+
+    assert run(talk) == ((503, "engine_stopped"), (503, "engine_stopped"))
+
+
 def test_a_server_may_be_ended_in_its_sleep():
     async def talk(http, engines, made):
         await http.post("/sleep", headers=BOSS)
