@@ -26,6 +26,22 @@ _MESSAGES: Schema = {
         },
     },
 }
+_TOOL: Schema = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"type": "string", "enum": ["function"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+            },
+        },
+    },
+}
 _PROMPT: Schema = {
     "anyOf": [{"type": "string"}, _IDS, {"type": "array", "items": {"type": "string"}}, {"type": "array", "items": _IDS}],
     "description": "text, token ids, or a list of either",
@@ -85,7 +101,14 @@ def body_schema(endpoint: Endpoint, model: str) -> Schema:
     fields = {name: _FIELDS.get(name, {}) for name in dict.fromkeys([*readers(1), *_FIELDS])}
     fields["model"] = {"enum": [model, None]}
     if endpoint is Endpoint.CHAT:
-        own = {"messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": whole(0, MAX_TOP_LOGPROBS)}
+        own = {
+            "messages": _MESSAGES,
+            "logprobs": _FLAG,
+            "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
+            "tools": {"type": ["array", "null"], "items": _TOOL},
+            "tool_choice": {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]},
+            "parallel_tool_calls": _FLAG,
+        }
         return {"type": "object", "required": ["messages"], "properties": {**own, **fields}}
     return {"type": "object", "required": ["prompt"], "properties": {"prompt": _PROMPT, "logprobs": whole(0, MAX_TOP_LOGPROBS), **fields}}
 

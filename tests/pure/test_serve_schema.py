@@ -4,6 +4,7 @@ import asyncio
 
 from jaxkv.openai import Endpoint
 from jaxkv.openai.fields import readers
+from jaxkv.openai.tools import TOOL_FIELDS
 from tests.serving import client
 
 
@@ -32,7 +33,7 @@ def test_every_route_that_takes_a_body_says_what_is_in_it():
 
 def test_every_field_that_is_read_is_described():
     document = described()
-    for endpoint, own in ((Endpoint.CHAT, {"messages", "top_logprobs"}), (Endpoint.COMPLETION, {"prompt"})):
+    for endpoint, own in ((Endpoint.CHAT, {"messages", "top_logprobs", *TOOL_FIELDS}), (Endpoint.COMPLETION, {"prompt"})):
         schema = body(document, endpoint.value)
         assert set(readers(10)) | own | {"stream", "stream_options", "timeout_s", "logprobs"} <= set(schema["properties"])
         assert schema["properties"]["model"] == {"enum": ["small", None]}
