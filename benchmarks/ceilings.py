@@ -45,7 +45,7 @@ class Programs:
 
         def prompt() -> None:
             for batch in batches:
-                self._pool, sampled = self._parts.programs.prefill.run(self._parts.weights, self._pool, batch)
+                self._pool, sampled, _ = self._parts.programs.prefill.run(self._parts.weights, self._pool, batch)
             np.asarray(sampled.token)
 
         return prompt

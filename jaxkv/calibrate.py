@@ -81,8 +81,12 @@ class ProgramTimes:
     def prefill(self, start: int) -> Callable[[], float]:
         """Seconds of a whole prompt chunk after so many tokens."""
         _, batch = example_batches(self._parts.shapes, self._parts.layout)
-        length, start_at = np.int32(self.chunk), np.int32(start)
-        mine = PrefillBatch(batch.tokens, start_at, length, np.bool_(False), self._table(batch.table), batch.knobs)  # type: ignore[arg-type]
+        mine = batch._replace(
+            start=np.int32(start),  # type: ignore[arg-type]
+            length=np.int32(self.chunk),  # type: ignore[arg-type]
+            is_last=np.bool_(False),  # type: ignore[arg-type]
+            table=self._table(batch.table),
+        )
         return lambda: self._timed(self._parts.programs.prefill.run, mine)
 
     def _table(self, table: Any) -> np.ndarray:
@@ -90,9 +94,9 @@ class ProgramTimes:
         pages = np.arange(table.size, dtype=np.int32) % self._parts.layout.num_pages + 1
         return pages.reshape(table.shape)
 
-    def _timed(self, program: Callable[..., tuple[Any, Any]], batch: DecodeBatch | PrefillBatch) -> float:
+    def _timed(self, program: Callable[..., tuple[Any, ...]], batch: DecodeBatch | PrefillBatch) -> float:
         began = time.perf_counter()
-        self._parts.pool.arrays, sampled = program(self._parts.weights, self._parts.pool.arrays, batch)
+        self._parts.pool.arrays, sampled, *_ = program(self._parts.weights, self._parts.pool.arrays, batch)
         np.asarray(sampled.token)
         return time.perf_counter() - began
 

@@ -40,10 +40,11 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int
         raise RequestError("prompt: got 0 tokens, allowed: at least 1", "prompt")
     if bad := [token for token in prompt if not 0 <= token < vocab_size]:
         raise RequestError(f"prompt: got token id {bad[0]}, allowed: 0 to {vocab_size - 1}", "prompt")
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise RequestError(f"max_tokens: got {params.max_tokens}, allowed: at least 1", "max_tokens")
-    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
-        raise RequestError(f"logprobs: got {params.logprobs}, allowed: 0 to {MAX_TOP_LOGPROBS}", "logprobs")
+    if params.max_tokens is not None and params.max_tokens < 0:
+        raise RequestError(f"max_tokens: got {params.max_tokens}, allowed: at least 0", "max_tokens")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(params, name)) is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+            raise RequestError(f"{name}: got {count}, allowed: 0 to {MAX_TOP_LOGPROBS}", name)
     for name, (low, high) in _RANGES.items():
         if not low <= (value := getattr(params, name)) <= high:  # a NaN is in no range
             raise RequestError(f"{name}: got {value}, allowed: {low} to {high}", name)

@@ -172,13 +172,17 @@ class Engine:
         """Tell the scheduler of the next sequence; what it refuses it refuses for the first choice, before any is taken."""
         place: dict[str, Any] = {"priority": params.priority, "page_keys": keys, "keeps_prefix": is_cached, "shift": shift}
         try:
-            return self.scheduler.add(self._num_submitted, len(tokens), params.max_tokens, now, **place)
+            return self.scheduler.add(self._num_submitted, len(tokens), self._most_new(params), now, **place)
         except DoesNotFit as error:
             raise RequestError(str(error), "prompt") from error
 
+    def _most_new(self, params: SamplingParams) -> int | None:
+        """How long the answer may be; one of no tokens ends where another has its first, which is not taken."""
+        return None if params.max_tokens is None else max(1, params.max_tokens)
+
     def _truncation(self, prompt_len: int, params: SamplingParams, limit: int | None) -> int | None:
         """Where the pool itself ends the answer before anything else does."""
-        asked = min(params.max_tokens or self.max_len, self.max_len - prompt_len + 1)
+        asked = min(self._most_new(params) or self.max_len, self.max_len - prompt_len + 1)
         return limit if limit is not None and limit < asked else None
 
     def generate(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxkv.output import Output
-from jaxkv.request import Completion, SamplingParams
+from jaxkv.request import Completion, SamplingParams, TokenLogprobs
 from jaxkv.scheduler import ContextShift
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Live:
     num_parks: int = 0
     num_faults: int = 0  # steps that broke off because of it, since its last token
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are wanted and computed
 
     @property
     def num_generated(self) -> int:
@@ -77,6 +78,18 @@ class Live:
         p = self.params
         return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
 
+    def wants_scores(self, end: int) -> bool:
+        """Whether the chunk of the prompt that ends before token `end` brings logprobs that are wanted and not here: it may be a replay."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < min(end + 1, len(self.prompt))
+
+    def take_scores(self, start: int, found: list[TokenLogprobs]) -> None:
+        """Logprobs of the prompt's tokens from `start` + 1 on; those that are here already stay."""
+        if not self.prompt_logprobs:
+            self.prompt_logprobs.append(None)
+        num_known = len(self.prompt_logprobs)
+        assert start < num_known, f"logprobs of the prompt from token {start + 1} on, but only {num_known} are known"
+        self.prompt_logprobs.extend(found[num_known - 1 - start :])
+
     def pause(self, now: float) -> None:
         """Its pages leave the device."""
         self.num_parks += 1
@@ -105,6 +118,7 @@ class Live:
             logprobs=self.output.logprobs,
             error=error,
             choice=self.handle.choice,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
             num_parks=self.num_parks,
             pause_s=self.pause_s,

@@ -39,7 +39,7 @@ class Output:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.finish_reason: str | None = None
-        self._stream = tokenizer.stream() if tokenizer is not None else None
+        self._stream = tokenizer.stream(params.skip_special_tokens) if tokenizer is not None else None
         self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._stops = params.stop
         self._min_tokens = params.min_tokens

@@ -24,6 +24,7 @@ from jaxkv.interrupt import check_interrupt
 from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
 from jaxkv.program_store import ProgramStore, examined, open_store
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample
+from jaxkv.scoring import Scores, Targets, no_targets, score
 from jaxkv.shifting import ROTATE_PAGES, key_mover, rotate_step
 
 HEAD_TILE = 2  # rows of a chunk that the output head sees: never one row, XLA:CPU is many times slower there
@@ -59,6 +60,7 @@ class PrefillBatch(NamedTuple):
     is_last: Bool[HostOrDevice, ""]
     table: Int[HostOrDevice, "1 w"]
     knobs: Knobs
+    targets: Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, Pr
     knobs = neutral_knobs(b, shapes.max_len, shapes.vocab_size)
     one = neutral_knobs(1, shapes.max_len, shapes.vocab_size)
     decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), ints(b, width), knobs)
-    prefill = PrefillBatch(ints(c), np.int32(0), np.int32(1), np.bool_(True), ints(1, width), one)  # type: ignore[arg-type]
+    prefill = PrefillBatch(ints(c), np.int32(0), np.int32(1), np.bool_(True), ints(1, width), one, no_targets(c))  # type: ignore[arg-type]
     return decode, prefill
 
 
@@ -132,10 +134,13 @@ def decode_step(rebuild: Rebuild, layout: PoolLayout, mesh: Mesh) -> Callable[..
     return decode
 
 
-def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Mesh) -> Callable[..., tuple[PoolArrays, Sampled]]:
-    """One chunk of one prompt; the chunk that ends the prompt also samples the first token, the others skip the head."""
+def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Mesh) -> Callable[..., tuple[PoolArrays, Sampled, Scores]]:
+    """One chunk of one prompt; the chunk that ends the prompt also samples the first token, the others skip the head.
 
-    def prefill(weights: Weights, pool: PoolArrays, batch: PrefillBatch) -> tuple[PoolArrays, Sampled]:
+    Where the prompt's own logprobs are wanted the head runs over the whole chunk.
+    """
+
+    def prefill(weights: Weights, pool: PoolArrays, batch: PrefillBatch) -> tuple[PoolArrays, Sampled, Scores]:
         model = rebuild(weights)
         at = jnp.arange(batch.tokens.shape[0])
         valid = at < batch.length
@@ -146,14 +151,19 @@ def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Me
         first = jnp.maximum(batch.length - HEAD_TILE, 0)
         tile = lax.dynamic_slice_in_dim(hidden, first, HEAD_TILE, axis=0)
 
+        def whole(rows: Array) -> Array:
+            return replicated(model.logits(rows), mesh)
+
         def head(_: None) -> Array:
-            logits = replicated(model.logits(tile), mesh)
+            logits = whole(tile)
             return lax.dynamic_slice_in_dim(logits, batch.length - 1 - first, 1, axis=0)
 
         with jax.named_scope("head"):
             logits = lax.cond(batch.is_last, head, lambda _: jnp.zeros((1, vocab_size), jnp.float32), None)
         with jax.named_scope("sample"):
-            return cache.pool, sample(logits, batch.knobs)
+            sampled = sample(logits, batch.knobs)
+        with jax.named_scope("score"):
+            return cache.pool, sampled, score(hidden, jnp.asarray(batch.length), batch.targets, vocab_size, whole)
 
     return prefill
 
@@ -177,11 +187,14 @@ def step_recipes(model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Me
     """The programs that compute tokens: prefill and decode."""
     weights, rebuild = take_apart(model)
     decode, prefill = example_batches(shapes, layout)
-    pool, out = pool_shapes(layout, layout.num_pages + 1, mesh), (pool_shardings(layout, mesh), NamedSharding(mesh, P()))
+    pool, everywhere = pool_shapes(layout, layout.num_pages + 1, mesh), NamedSharding(mesh, P())
+    pages = pool_shardings(layout, mesh)
     weights_in = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
     return {
-        "prefill": Recipe(prefill_step(rebuild, layout, shapes.vocab_size, mesh), (weights_in, pool, prefill), 1, out),
-        "decode": Recipe(decode_step(rebuild, layout, mesh), (weights_in, pool, decode), 1, out),
+        "prefill": Recipe(
+            prefill_step(rebuild, layout, shapes.vocab_size, mesh), (weights_in, pool, prefill), 1, (pages, everywhere, everywhere)
+        ),
+        "decode": Recipe(decode_step(rebuild, layout, mesh), (weights_in, pool, decode), 1, (pages, everywhere)),
     }
 
 

@@ -15,8 +15,10 @@ class SamplingParams:
     """How one request is answered: all but its prompt.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `logprobs` None reports none, k >= 0 reports the chosen token's
-    and those of the k most likely (natural log of the model's own distribution, before penalties, bias and temperature). `n` choices have a
-    random key each. `cache_prompt` and `cache_salt` say with whom computed prompt pages may be shared; no answer depends on it.
+    and those of the k most likely (natural log of the model's own distribution, before penalties, bias and temperature); `prompt_logprobs`
+    does so for the prompt's own tokens, all of which are computed then, whatever is in the pool. With `max_tokens` 0 the prompt is read and
+    nothing said. `skip_special_tokens` keeps special tokens out of the text. `n` choices have a random key each. `cache_prompt` and
+    `cache_salt` say with whom computed prompt pages may be shared; no answer depends on it.
 
     With `context_shift` a context of `context_len` tokens (None: the model's limit) that is full drops the `n_discard` after the first
     `n_keep` (both in whole pages, rounded up; None: half of what is not kept) and goes on, so that `max_tokens` alone limits the answer.
@@ -34,6 +36,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -69,6 +73,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     choice: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one for each token of the prompt; None for the first, which follows nothing
     cached_tokens: int = 0  # of the prompt, found in the pool: depends on who was there before
     num_parks: int = 0
     pause_s: float = 0.0  # time spent off the device, all parks together

@@ -14,6 +14,7 @@ from jaxkv.pool import PoolLayout
 from jaxkv.programs import DecodeBatch, PrefillBatch, Shapes
 from jaxkv.sampling import Knobs, neutral_knobs
 from jaxkv.scheduler import DecodeRow, PrefillChunk, TableUpdate
+from jaxkv.scoring import Targets, no_targets
 
 _LARGE = ("history", "bias_ids", "bias")  # copied only when some row uses them
 
@@ -29,6 +30,7 @@ class Rows:
         self._seated: list[tuple[int, int, int] | None] = [None] * shapes.rows
         self._unused = self._neutral(shapes.rows)  # stands in for the large arrays; never written
         self._unused_one = self._neutral(1)
+        self._no_targets = no_targets(shapes.chunk)
 
     def update(self, updates: tuple[TableUpdate, ...]) -> None:
         """Enter new pages into the block tables."""
@@ -63,8 +65,17 @@ class Rows:
         if samples:
             knobs = self._neutral(1)
             _describe(knobs, 0, sequence)
-        table = self._table[chunk.row : chunk.row + 1].copy()
-        return PrefillBatch(tokens, np.int32(chunk.start), np.int32(chunk.length), np.bool_(samples), table, knobs)  # type: ignore[arg-type]
+        table, targets = self._table[chunk.row : chunk.row + 1].copy(), self._targets(chunk, sequence)
+        return PrefillBatch(tokens, np.int32(chunk.start), np.int32(chunk.length), np.bool_(samples), table, knobs, targets)  # type: ignore[arg-type]
+
+    def _targets(self, chunk: PrefillChunk, sequence: Live) -> Targets:
+        """What follows each token of the chunk, where its logprob is wanted and not there yet."""
+        if not sequence.wants_scores(chunk.start + chunk.length):
+            return self._no_targets
+        tokens = np.zeros(self._shapes.chunk, np.int32)
+        following = sequence.prompt[chunk.start + 1 : chunk.start + chunk.length + 1]
+        tokens[: len(following)] = following
+        return Targets(tokens, np.bool_(True), np.bool_(bool(sequence.params.prompt_logprobs)))  # type: ignore[arg-type]
 
     def _neutral(self, rows: int) -> Knobs:
         return neutral_knobs(rows, self._shapes.max_len, self._shapes.vocab_size)

@@ -4,6 +4,7 @@ import numpy as np
 
 from jaxkv.request import TokenLogprobs
 from jaxkv.sampling import Sampled
+from jaxkv.scoring import Scores
 
 
 class Samples:
@@ -24,3 +25,10 @@ class Samples:
         chosen, ids, values = self._rest
         top = tuple((int(i), float(x)) for i, x in zip(ids[row, :wanted], values[row, :wanted], strict=True))
         return TokenLogprobs(int(self.token[row]), float(chosen[row]), top)
+
+
+def read_scores(scores: Scores, tokens: np.ndarray, wanted: int) -> list[TokenLogprobs]:
+    """The logprobs of the `tokens` of a prompt that stand behind the chunk's first ones, with the `wanted` best in the place of each."""
+    chosen, ids, values = np.asarray(scores.logprob), np.asarray(scores.top_ids), np.asarray(scores.top_logprobs)
+    top = [tuple(zip(ids[i, :wanted].tolist(), values[i, :wanted].tolist(), strict=True)) for i in range(len(tokens))]
+    return [TokenLogprobs(int(token), float(chosen[i]), top[i]) for i, token in enumerate(tokens)]

@@ -268,7 +268,7 @@ def use_compilation_cache(folder: Path) -> None:
 def warm_up(weights: Weights, pool: PoolHolder, transfer: Transfer, programs: Programs, layout: PoolLayout, shapes: Shapes) -> None:
     """Run every program once on the trash page, and park and restore one image, so that the first park costs what the hundredth does."""
     decode, prefill = example_batches(shapes, layout)
-    pool.arrays, sampled = programs.prefill.run(weights, pool.arrays, prefill)
+    pool.arrays, sampled, _ = programs.prefill.run(weights, pool.arrays, prefill)
     pool.arrays, sampled = programs.decode.run(weights, pool.arrays, decode)
     np.asarray(sampled.token)
     if programs.rotate is not None:

@@ -10,13 +10,16 @@ from jaxkv.blame import blaming
 from jaxkv.ends import end, fail, lose
 from jaxkv.guard import RecompileError
 from jaxkv.live import Live
-from jaxkv.samples import Samples
+from jaxkv.samples import Samples, read_scores
 from jaxkv.sampling import Sampled
-from jaxkv.scheduler import Chunk, Outcome, Plan, State
+from jaxkv.scheduler import Chunk, Outcome, Plan, PrefillChunk, State
+from jaxkv.scoring import Scores
 from jaxkv.shifting import rotate_pages
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine
+
+Prefilled = tuple[Sampled, Scores]
 
 
 def take_step(engine: "Engine") -> Plan:
@@ -115,14 +118,15 @@ def lose_copy(engine: "Engine", chunk: Chunk, reason: str) -> set[int]:
     return set(lost)
 
 
-def dispatch(engine: "Engine", plan: Plan) -> tuple[Sampled | None, Sampled | None]:
+def dispatch(engine: "Engine", plan: Plan) -> tuple[Prefilled | None, Sampled | None]:
     """Run the prompt chunk, then the decode step; the device does them in this order."""
     parts, prefilled, decoded = engine.parts, None, None
     engine.rows.update(plan.tables)
     if plan.prefill is not None:
         with engine.phases("prefill"), blaming(plan.prefill.seq_id):
             batch = engine.rows.prefill_batch(plan.prefill, engine.sequences[plan.prefill.seq_id])
-            parts.pool.arrays, prefilled = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
+            parts.pool.arrays, sampled, scores = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
+            prefilled = sampled, scores
     if plan.decode:
         with engine.phases("decode"), blaming(*(entry.seq_id for entry in plan.decode)):
             rows = engine.rows.decode_batch(plan.decode, engine.sequences)
@@ -132,7 +136,7 @@ def dispatch(engine: "Engine", plan: Plan) -> tuple[Sampled | None, Sampled | No
     return prefilled, decoded
 
 
-def collect(engine: "Engine", plan: Plan, prefilled: Sampled | None, decoded: Sampled | None) -> None:
+def collect(engine: "Engine", plan: Plan, prefilled: Prefilled | None, decoded: Sampled | None) -> None:
     """Wait for the tokens, hand them to their sequences, tell the scheduler."""
     finished: dict[int, str] = {}
     failed: dict[int, str] = {}
@@ -140,6 +144,8 @@ def collect(engine: "Engine", plan: Plan, prefilled: Sampled | None, decoded: Sa
     lost = lose_damaged(engine)
     chunk = None if plan.prefill is None or plan.prefill.seq_id in lost else plan.prefill
     rows = [entry for entry in plan.decode if entry.seq_id not in lost]
+    if chunk is not None and prefilled is not None:
+        take_scores(engine, chunk, prefilled[1])
     if chunk is not None and first is not None:
         accept(engine, chunk.seq_id, 0, first, finished, failed)
     for entry in rows:
@@ -159,16 +165,25 @@ def collect(engine: "Engine", plan: Plan, prefilled: Sampled | None, decoded: Sa
         resume(engine, seq_id, now)  # one whose replay is complete
 
 
-def read(plan: Plan, prefilled: Sampled | None, decoded: Sampled | None) -> tuple[Samples | None, Samples | None]:
+def read(plan: Plan, prefilled: Prefilled | None, decoded: Sampled | None) -> tuple[Samples | None, Samples | None]:
     """Wait for the tokens; what the device could not compute raises here."""
     first = samples = None
     if plan.prefill is not None and prefilled is not None and plan.prefill.is_last and not plan.prefill.is_replay:
         with blaming(plan.prefill.seq_id):
-            first = Samples(prefilled)
+            first = Samples(prefilled[0])
     if decoded is not None:
         with blaming(*(entry.seq_id for entry in plan.decode)):
             samples = Samples(decoded)
     return first, samples
+
+
+def take_scores(engine: "Engine", chunk: PrefillChunk, scores: Scores) -> None:
+    """The prompt's own logprobs, where they are wanted: each is taken once, however often its chunk is computed."""
+    sequence, end = engine.live(chunk.seq_id), chunk.start + chunk.length
+    if sequence is not None and sequence.wants_scores(end):
+        with blaming(chunk.seq_id):
+            tokens = sequence.prompt[chunk.start + 1 : end + 1]
+            sequence.take_scores(chunk.start, read_scores(scores, tokens, sequence.params.prompt_logprobs or 0))
 
 
 def lose_damaged(engine: "Engine") -> set[int]:
@@ -182,16 +197,25 @@ def accept(engine: "Engine", seq_id: int, row: int, samples: Samples, finished: 
     if sequence is None:
         return
     try:
-        token_id = int(samples.token[row])
-        reason = sequence.output.accept(token_id, samples.logprobs(row, sequence.params.logprobs))
-        count_token(engine, sequence, now)
-        if sequence.on_token is not None:
-            sequence.on_token(sequence.handle, token_id)
+        reason = take_token(engine, sequence, row, samples, now)
     except Exception as error:
         failed[seq_id] = f"the token could not be taken: {type(error).__name__}: {error}"
         return
     if reason is not None:
         finished[seq_id] = reason
+
+
+def take_token(engine: "Engine", sequence: Live, row: int, samples: Samples, now: float) -> str | None:
+    """The finish reason, where this is the end. A request for no token ends where others have their first, which is nobody's then."""
+    if sequence.params.max_tokens == 0:
+        sequence.cached_tokens = engine.scheduler.cached_tokens(sequence.seq_id)
+        return sequence.output.finish("length")
+    token_id = int(samples.token[row])
+    reason = sequence.output.accept(token_id, samples.logprobs(row, sequence.params.logprobs))
+    count_token(engine, sequence, now)
+    if sequence.on_token is not None:
+        sequence.on_token(sequence.handle, token_id)
+    return reason
 
 
 def count_token(engine: "Engine", sequence: Live, now: float) -> None:

@@ -109,7 +109,8 @@ class FakeHandle:
         self.will_truncate_at = limit if params.max_tokens is None or params.max_tokens > limit else None
         self._engine, self._prompt, self._params, self._answer = engine, list(prompt), params, answer
         num = limit if params.max_tokens is None else min(params.max_tokens, limit)
-        self._output = Output(engine.tokenizer, (EOS_ID,), params, num)
+        self._output = Output(engine.tokenizer, (EOS_ID,), params, max(1, num))
+        self.prompt_logprobs = self._score() if params.prompt_logprobs is not None else None
         self._began = time.monotonic()
         self._first: float | None = None
 
@@ -145,7 +146,10 @@ class FakeHandle:
                 given += 1
 
     def advance(self) -> None:
-        """Make one token."""
+        """Make one token; read the prompt, and no more, where none is asked for."""
+        if self._params.max_tokens == 0:
+            self.end("length")
+            return
         token_id = next(self._answer)
         top = tuple(((token_id + index) % 256, -0.5 - index) for index in range(self._params.logprobs or 0))
         self._first = self._first or time.monotonic()
@@ -163,8 +167,14 @@ class FakeHandle:
         ttft = None if self._first is None else self._first - self._began
         self.completion = Completion(
             out.token_ids, out.text, reason, len(self._prompt), self._params.seed, out.logprobs, error, self.choice,
-            ttft_s=ttft, e2e_s=now - self._began,
+            prompt_logprobs=self.prompt_logprobs, ttft_s=ttft, e2e_s=now - self._began,
         )  # fmt: skip
+
+    def _score(self) -> list[TokenLogprobs | None]:
+        """Logprobs of the prompt: -0.25 for every token, and alternatives that are less likely."""
+        count = self._params.prompt_logprobs or 0
+        tops = [(token, tuple(((token + index) % 256, -0.25 - index) for index in range(count))) for token in self._prompt[1:]]
+        return [None, *(TokenLogprobs(token, -0.25, top) for token, top in tops)]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class GenerationTag(Extension):
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """The prompt text of a conversation; whatever the template objects to is a ModelError."""
     try:
-        return compile_template(template).render(messages=messages, **variables)
+        return compile_template(template).render({"messages": messages, "documents": None, **variables})
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise ModelError(f"the chat template cannot render these messages: {error}") from error
 

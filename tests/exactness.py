@@ -20,11 +20,11 @@ CHUNK = 8  # the tiny configuration's prefill chunk
 
 
 def subjects() -> list[tuple[list[int], SamplingParams]]:
-    """A greedy, a sampled and a penalised request; prompts below, across and at the edge of a chunk."""
+    """A greedy, a sampled and a penalised request; prompts below, across and at the edge of a chunk, one with its own logprobs."""
     common = {"max_tokens": 14, "ignore_eos": True, "logprobs": 3}
     return [
         (tiny.prompt(5), SamplingParams(temperature=0, **common)),
-        (tiny.prompt(21), SamplingParams(temperature=0.8, seed=2**63 + 7, **common)),
+        (tiny.prompt(21), SamplingParams(temperature=0.8, seed=2**63 + 7, prompt_logprobs=3, **common)),
         (tiny.prompt(16), SamplingParams(temperature=0.8, seed=7, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, **common)),
     ]
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxkv.openai.body import Endpoint, ParsedBody
+from jaxkv.openai.echo import echo_of, join_logprobs
+from jaxkv.openai.logprobs import Offsets, chat_logprobs, text_logprobs
 from jaxkv.openai.prompts import Tokenizer
 from jaxkv.openai.tool_answers import ChoiceCalls
-from jaxkv.request import Completion, TokenLogprobs
-
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot spell
+from jaxkv.request import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,42 +69,6 @@ def choice_calls(body: ParsedBody, index: int) -> ChoiceCalls | None:
     return None if body.tool_use is None else ChoiceCalls(body.tool_use, body.prompts[0], body.params.seed, index)
 
 
-def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """One token as text; as with OpenAI `bytes:\\xe2\\x82` for part of a character; `token_id:7` without a tokenizer."""
-    if tokenizer is None:
-        return f"token_id:{token_id}"
-    raw = tokenizer.token_bytes(token_id)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The logprobs of a chat's choice, one entry per token, the one that ended it included."""
-
-    def one(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = None if tokenizer is None else list(tokenizer.token_bytes(token_id))
-        return {"token": token_text(token_id, tokenizer), "logprob": _finite(logprob), "bytes": raw}
-
-    content = [one(entry.token_id, entry.logprob) | {"top_logprobs": [one(*top) for top in entry.top]} for entry in entries]
-    return {"content": content, "refusal": None}
-
-
-def text_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None, count: int) -> dict[str, Any]:
-    """The logprobs of a completion's choice as parallel lists; `text_offset` counts characters of the answer before each token is added.
-
-    Each of `top_logprobs` maps the `count` most likely tokens, and the chosen one, to their logprobs; where two tokens read the same, the
-    more likely one stands.
-    """
-    return {
-        "tokens": [token_text(entry.token_id, tokenizer) for entry in entries],
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_top(entry, tokenizer) for entry in entries] if count else None,
-        "text_offset": _offsets(entries, tokenizer),
-    }
-
-
 def _chat_choice(index: int, body: ParsedBody, completion: Completion, tokenizer: Tokenizer | None) -> dict[str, Any]:
     logprobs = None if completion.logprobs is None else chat_logprobs(completion.logprobs, tokenizer)
     message, finish_reason = {"content": completion.text}, completion.finish_reason
@@ -121,31 +85,16 @@ def _chat_choice(index: int, body: ParsedBody, completion: Completion, tokenizer
 
 
 def _text_choice(index: int, body: ParsedBody, completion: Completion, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    logprobs = None if completion.logprobs is None else text_logprobs(completion.logprobs, tokenizer, body.params.logprobs or 0)
+    echo, count, logprobs = echo_of(body, index, tokenizer), body.params.logprobs or 0, None
+    before = "" if echo is None else echo.text
+    if (entries := completion.logprobs) is not None:
+        offsets = Offsets(tokenizer, body.params.skip_special_tokens, len(before)).take(entries)
+        logprobs = text_logprobs(entries, tokenizer, count, offsets)
+        if echo is not None:
+            logprobs = join_logprobs(echo.logprobs(completion.prompt_logprobs or [], tokenizer, count), logprobs)
     ids = _token_ids(body, completion, tokenizer)
-    return {"index": index, "text": completion.text, **ids, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+    return {"index": index, "text": before + completion.text, **ids, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
 
 def _token_ids(body: ParsedBody, completion: Completion, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"token_ids": list(completion.token_ids)} if body.return_token_ids or tokenizer is None else {}
-
-
-def _top(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-        found.setdefault(token_text(token_id, tokenizer), _finite(logprob))
-    return found
-
-
-def _offsets(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> list[int]:
-    if tokenizer is None:
-        return [0] * len(entries)
-    stream, offsets, length = tokenizer.stream(), [], 0
-    for entry in entries:
-        offsets.append(length)
-        length += len(stream.step(entry.token_id))
-    return offsets
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB  # a NaN compares false as well

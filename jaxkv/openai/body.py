@@ -11,9 +11,10 @@ from typing import Any
 
 from jaxkv.errors import ConfigError, RequestError
 from jaxkv.openai.fields import TIERS, UNSUPPORTED, WITHOUT_EFFECT, read_top_logprobs, readers, refuse_unsupported
-from jaxkv.openai.prompts import Tokenizer, read_messages, read_prompts
+from jaxkv.openai.prompts import Tokenizer, prompt_texts, read_messages, read_prompts
+from jaxkv.openai.template import TEMPLATE_FIELDS, read_template_wish
 from jaxkv.openai.tools import TOOL_FIELDS, ToolUse, read_tool_use, refuse_tools
-from jaxkv.openai.values import boolean, refuse, shown, token_ids
+from jaxkv.openai.values import boolean, integer, refuse, shown, token_ids
 from jaxkv.request import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
@@ -28,7 +29,10 @@ class Endpoint(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A body that can be served. `unknown` names fields that were left aside because nobody knows them."""
+    """A body that can be served. `unknown` names fields that were left aside because nobody knows them.
+
+    `texts`: each prompt as it is to be given back before the answer, None where it came as token ids; empty where nothing is given back.
+    """
 
     endpoint: Endpoint
     prompts: list[list[int]]
@@ -36,6 +40,7 @@ class ParsedBody:
     model: str | None = None
     return_token_ids: bool = False
     return_cached_tokens: bool = False
+    texts: tuple[str | None, ...] = ()
     unknown: frozenset[str] = frozenset()
     tool_use: ToolUse | None = None  # where the answer may call tools
 
@@ -55,7 +60,9 @@ class BodyReader:
         unknown: set[str] = set()
         tool_use = _tool_use(endpoint, body, unknown)
         prompts = self._prompts(endpoint, body, tool_use, unknown)
-        known = readers(self.vocab_size)
+        known, is_echo = readers(self.vocab_size), _is_echo(endpoint, body)
+        if is_echo:  # then there is an answer without a token of its own
+            known |= dict.fromkeys(("max_tokens", "max_completion_tokens"), integer(0))
         given = self._with_defaults(endpoint, {field: value for field, value in body.items() if value is not None})
         values = {field: read(field, given[field]) for field, read in known.items() if field in given}
         if values.get("stop") and self.tokenizer is None:
@@ -63,13 +70,15 @@ class BodyReader:
         params = SamplingParams(
             max_tokens=_max_tokens(endpoint, values),
             seed=values.pop("seed", default_seed),
-            logprobs=_logprobs(endpoint, given),
+            logprobs=(logprobs := _logprobs(endpoint, given)),
+            prompt_logprobs=logprobs if is_echo else None,
             priority=_priority(values),
             **{field: values[field] for field in SamplingParams.__dataclass_fields__ if field in values and field not in _COMPOSED},
         )
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise refuse("min_tokens", params.min_tokens, f"at most max_tokens, which is {params.max_tokens}")
-        aside = body.keys() - known.keys() - UNSUPPORTED.keys() - WITHOUT_EFFECT - _OWN
+        own = _OWN | TEMPLATE_FIELDS if endpoint is Endpoint.CHAT else _OWN
+        aside = body.keys() - known.keys() - UNSUPPORTED.keys() - WITHOUT_EFFECT - own
         return ParsedBody(
             endpoint,
             prompts,
@@ -77,6 +86,7 @@ class BodyReader:
             values.get("model"),
             values.get("return_token_ids", False),
             values.get("return_cached_tokens", False),
+            prompt_texts(body["prompt"]) if is_echo else (),
             frozenset(unknown | {str(name) for name in aside}),
             tool_use,
         )
@@ -96,7 +106,8 @@ class BodyReader:
         if body.get(other) is not None:
             raise RequestError(f"{other}: does not belong to {endpoint.value}, which has {field}", other)
         if endpoint is Endpoint.CHAT:
-            ids, aside = read_messages(body[field], self.tokenizer, () if tool_use is None else tool_use.tools)
+            tools = () if tool_use is None else tool_use.tools
+            ids, aside = read_messages(body[field], self.tokenizer, tools, read_template_wish(body))
             unknown.update(aside)
             return [ids]
         return read_prompts(body[field], self.tokenizer, token_ids(self.vocab_size), self.max_prompts)
@@ -112,7 +123,7 @@ class BodyReader:
 
 
 _COMPOSED = frozenset({"max_tokens", "priority"})  # made from two fields
-_OWN = TOOL_FIELDS | {"messages", "prompt", "logprobs", "top_logprobs"}
+_OWN = TOOL_FIELDS | {"messages", "prompt", "logprobs", "top_logprobs", "echo"}
 
 
 def derive_seed(run_seed: int, custom_id: str) -> int:
@@ -138,6 +149,14 @@ def _for_endpoint(endpoint: Endpoint, defaults: Mapping[str, Any]) -> dict[str, 
         return found
     count = top if top is not None else 0 if logprobs is True else logprobs
     return found | ({"logprobs": True, "top_logprobs": count} if endpoint is Endpoint.CHAT else {"logprobs": count})
+
+
+def _is_echo(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
+    """Whether the prompt is to stand before the answer."""
+    asked = boolean("echo", False if body.get("echo") is None else body["echo"])
+    if asked and endpoint is Endpoint.CHAT:
+        raise RequestError("echo: got true, which belongs to completions; leave it out or false", "echo")
+    return asked
 
 
 def _max_tokens(endpoint: Endpoint, values: Mapping[str, Any]) -> int | None:

@@ -1,17 +1,19 @@
 """A streamed answer, piece by piece: the bodies of the events that OpenAI's clients expect, in their order.
 
 A choice begins with its role (chats only), goes on with text, and ends with a piece that has nothing but the finish reason; the usage comes
-last of all, in a piece without choices. Knows nothing of sockets, or of how events are written on one.
+last of all, in a piece without choices. A prompt that is given back stands in its choice's first piece. Knows nothing of sockets, or of how
+events are written on one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxkv.openai.answers import Frame, chat_logprobs, choice_calls, text_logprobs
+from jaxkv.openai.answers import Frame, choice_calls
 from jaxkv.openai.body import Endpoint, ParsedBody
+from jaxkv.openai.echo import echo_of, join_logprobs
+from jaxkv.openai.logprobs import Offsets, chat_logprobs, text_logprobs
 from jaxkv.openai.prompts import Tokenizer
-from jaxkv.output import TextStream
 from jaxkv.request import TokenLogprobs
 
 
@@ -67,16 +69,28 @@ class ChoicePieces:
         self._wants_ids = body.return_token_ids or tokenizer is None
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._stream: TextStream | None = None if tokenizer is None else tokenizer.stream()
-        self._offset = 0
         self._calls = choice_calls(body, index)
+        self._echo = echo_of(body, index, tokenizer)
+        self._before: dict[str, Any] | None = None  # the prompt's logprobs, until they are told
+        before = 0 if self._echo is None else len(self._echo.text)
+        self._offsets = Offsets(tokenizer, body.params.skip_special_tokens, before)
 
-    def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], *, is_last: bool) -> list[dict[str, Any]]:
+    def add(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        *,
+        is_last: bool,
+        prompt_logprobs: Sequence[TokenLogprobs | None] | None = None,
+    ) -> list[dict[str, Any]]:
         """The choices of the next pieces; none where there is nothing to say yet."""
         self._token_ids += token_ids
         self._logprobs += logprobs
+        if self._echo is not None and (token_ids or is_last):
+            text = self._give_back(prompt_logprobs or ()) + text
         contents = self._contents(text, is_last)
-        has_rest = is_last and ((self._wants_ids and self._token_ids) or self._logprobs)
+        has_rest = is_last and ((self._wants_ids and self._token_ids) or self._logprobs or self._before)
         if not contents and (has_rest or (self._tokenizer is None and self._token_ids)):
             contents = [{"delta": {"content": ""}} if self._is_chat else {"text": ""}]
         return [self._choice(content) for content in contents]
@@ -104,12 +118,14 @@ class ChoicePieces:
             return None
         if self._is_chat:
             return chat_logprobs(self._logprobs, self._tokenizer)
-        return text_logprobs(self._logprobs, self._tokenizer, self._body.params.logprobs) | {"text_offset": self._offsets()}
+        told = text_logprobs(self._logprobs, self._tokenizer, self._body.params.logprobs, self._offsets.take(self._logprobs))
+        before, self._before = self._before, None
+        return told if before is None else join_logprobs(before, told)
 
-    def _offsets(self) -> list[int]:
-        """Characters of the answer before each token, counted on from the pieces before."""
-        offsets = []
-        for entry in self._logprobs:
-            offsets.append(self._offset)
-            self._offset += 0 if self._stream is None else len(self._stream.step(entry.token_id))
-        return offsets
+    def _give_back(self, entries: Sequence[TokenLogprobs | None]) -> str:
+        """The prompt, once; its logprobs go with the piece."""
+        echo, self._echo = self._echo, None
+        assert echo is not None
+        if self._body.params.logprobs is not None:
+            self._before = echo.logprobs(entries, self._tokenizer, self._body.params.logprobs)
+        return echo.text

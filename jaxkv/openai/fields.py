@@ -24,17 +24,13 @@ TIERS: Mapping[str, int] = {"priority": -10, "flex": 10}  # service_tier as a pr
 
 # Fields that would change the answer and cannot be honoured, with the values that ask for nothing; absent and null always do.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (),
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -46,7 +42,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "stream": (False,),
     "structured_outputs": (),
     "suffix": ("",),
@@ -74,6 +69,7 @@ def readers(vocab_size: int) -> dict[str, Reader]:
         "stop": stop_strings(MAX_STOPS),
         "stop_token_ids": token_ids(vocab_size),
         "ignore_eos": boolean,
+        "skip_special_tokens": boolean,
         "presence_penalty": number(-2, 2),
         "frequency_penalty": number(-2, 2),
         "repetition_penalty": number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jaxkv.errors import RequestError
+from jaxkv.openai.template import PLAIN_WISH, TemplateWish, render_wish
 from jaxkv.openai.tool_prompt import check_results, read_tool_calls, spell_out
 from jaxkv.openai.values import Reader, refuse, shown, text
 from jaxkv.output import Detokenizer
@@ -19,23 +20,27 @@ class Tokenizer(Detokenizer, Protocol):
 
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: Any = None) -> str: ...
+    def is_special(self, token_id: int, /) -> bool: ...
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: Any = None, **variables: Any
+    ) -> str: ...
 
     @property
     def knows_tools(self) -> bool: ...
 
 
-def read_messages(value: Any, tokenizer: Tokenizer | None, tools: Sequence[Any] = ()) -> tuple[list[int], set[str]]:
+def read_messages(
+    value: Any, tokenizer: Tokenizer | None, tools: Sequence[Any] = (), wish: TemplateWish = PLAIN_WISH
+) -> tuple[list[int], set[str]]:
     """The token ids of a chat that may use `tools`, and the names of message keys nobody knows, such as `messages[].mood`."""
     if tokenizer is None:
         raise RequestError(f"messages: {_NO_TOKENIZER}", "messages")
-    rendered, unknown = render_messages(value, tokenizer, tools)
+    rendered, unknown = render_messages(value, tokenizer, tools, wish)
     return _not_empty("messages", tokenizer.encode(rendered, add_special_tokens=False)), unknown
 
 
-def render_messages(
-    value: Any, tokenizer: Tokenizer, tools: Sequence[Any] = (), *, add_generation_prompt: bool = True
-) -> tuple[str, set[str]]:
+def render_messages(value: Any, tokenizer: Tokenizer, tools: Sequence[Any] = (), wish: TemplateWish = PLAIN_WISH) -> tuple[str, set[str]]:
     """A chat as the template writes it, and the names of message keys nobody knows."""
     if not isinstance(value, list) or not value:
         raise refuse("messages", value, "a list of at least one message")
@@ -44,7 +49,7 @@ def render_messages(
     check_results(messages)
     try:
         plain = messages if tokenizer.knows_tools else spell_out(messages, tools)
-        rendered = tokenizer.render_chat(plain, add_generation_prompt, list(tools) or None)
+        rendered = render_wish(tokenizer.render_chat, plain, list(tools) or None, wish)
     except Exception as error:  # a template is a program of the model's, and may refuse in any way it likes
         raise RequestError(f"messages: the chat template refused them: {error}", "messages") from error
     return rendered, unknown
@@ -59,6 +64,12 @@ def read_prompts(value: Any, tokenizer: Tokenizer | None, read_ids: Reader, most
     if len(value) > most:
         raise RequestError(f"prompt: got a list of {len(value)} prompts, allowed: {most}; give each its own request", "prompt")
     return [_one_prompt(f"prompt[{index}]", prompt, tokenizer, read_ids) for index, prompt in enumerate(value)]
+
+
+def prompt_texts(value: Any) -> tuple[str | None, ...]:
+    """Each prompt of a value that `read_prompts` has read, as the text that it was; None for one of token ids."""
+    prompts = value if isinstance(value, list) and not _is_id(value[0]) else [value]
+    return tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
 
 
 def _one_prompt(field: str, value: Any, tokenizer: Tokenizer | None, read_ids: Reader) -> list[int]:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from jaxkv import __version__
 from jaxkv.errors import RequestError
 from jaxkv.openai.prompts import Tokenizer, render_messages
+from jaxkv.openai.template import read_template_wish
 from jaxkv.openai.tools import read_tool_use
 from jaxkv.openai.values import boolean, text, token_ids
 from jaxkv.serve import errors
@@ -74,7 +75,7 @@ def tokenizer_routes(site: Site) -> APIRouter:
         tokenizer, body = _tokenizer(site), read_object(await site.read(request))
         check_model(body, site.model)
         tokens = await site.service.work(lambda: _encode(tokenizer, body))
-        wants_texts = boolean("return_token_strs", body.get("return_token_strs") or False)
+        wants_texts = _flag(body, "return_token_strs", False)
         texts = [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in tokens] if wants_texts else None
         return JsonResponse({"count": len(tokens), "max_model_len": site.max_model_len, "tokens": tokens, "token_strs": texts})
 
@@ -123,13 +124,17 @@ def _templates(tokenizer: Any) -> dict[str, str]:
 
 def _encode(tokenizer: Tokenizer, body: dict[str, Any]) -> list[int]:
     if body.get("messages") is not None:
-        add_prompt = boolean("add_generation_prompt", body.get("add_generation_prompt", True))
-        use = read_tool_use({"tools": body.get("tools")}, set())
-        rendered = render_messages(body["messages"], tokenizer, () if use is None else use.tools, add_generation_prompt=add_prompt)[0]
-        return tokenizer.encode(rendered, boolean("add_special_tokens", body.get("add_special_tokens", False)))
+        use, wish = read_tool_use({"tools": body.get("tools")}, set()), read_template_wish(body)
+        rendered = render_messages(body["messages"], tokenizer, () if use is None else use.tools, wish)[0]
+        return tokenizer.encode(rendered, _flag(body, "add_special_tokens", False))
     if body.get("prompt") is None:
         raise RequestError("prompt: is missing; give prompt or messages", "prompt")
-    return tokenizer.encode(text("prompt", body["prompt"]), boolean("add_special_tokens", body.get("add_special_tokens", True)))
+    return tokenizer.encode(text("prompt", body["prompt"]), _flag(body, "add_special_tokens", True))
+
+
+def _flag(body: dict[str, Any], field: str, default: bool) -> bool:
+    """A truth value; null is the same as absent."""
+    return boolean(field, default if body.get(field) is None else body[field])
 
 
 def _decode(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:

@@ -19,12 +19,14 @@ class Delta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first token, where they are wanted
 
     def add(self, other: "Delta") -> None:
         """Join a later piece to this one."""
         self.text += other.text
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
 
 
 @dataclass(slots=True, eq=False)

@@ -87,10 +87,12 @@ class Post:
         running = self._running.get(handle.seq_id)
         if running is None:
             return
-        output = self.engine.live(handle.seq_id).output
+        live = self.engine.live(handle.seq_id)
+        output, is_first = live.output, len(live.output.token_ids) == 1
         logprobs = [] if output.logprobs is None else output.logprobs[running.num_logprobs :]
         running.num_logprobs += len(logprobs)
-        self._news.append(News(running.inbox, Delta(output.take_delta(), [token_id], logprobs)))
+        delta = Delta(output.take_delta(), [token_id], logprobs, live.prompt_logprobs if is_first else None)
+        self._news.append(News(running.inbox, delta))
 
     def _tell_end(self, running: _Running) -> None:
         if self._running.pop(running.handle.seq_id, None) is not None:

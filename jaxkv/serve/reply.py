@@ -81,9 +81,10 @@ class Reply:
                 yield from self._choice(index, inbox)
 
     def _choice(self, index: int, inbox: Inbox) -> Iterator[bytes]:
-        is_over, delta = self._is_over(inbox), inbox.take()
+        is_over, delta, done = self._is_over(inbox), inbox.take(), inbox.completion
         self._num_tokens += len(delta.token_ids)
-        pieces = self._pieces[index].add(delta.text, delta.token_ids, delta.logprobs, is_last=is_over)
+        of_prompt = done.prompt_logprobs if done is not None and not done.token_ids else delta.prompt_logprobs
+        pieces = self._pieces[index].add(delta.text, delta.token_ids, delta.logprobs, is_last=is_over, prompt_logprobs=of_prompt)
         if pieces or is_over:
             yield from self._begin(index)
         for piece in pieces:

@@ -72,6 +72,7 @@ _FIELDS: dict[str, Schema] = {
     "stop": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}, {"type": "null"}]},
     "stop_token_ids": {"anyOf": [_IDS, {"type": "null"}]},
     "ignore_eos": _FLAG,
+    "skip_special_tokens": _FLAG,
     "presence_penalty": real(-2, 2),
     "frequency_penalty": real(-2, 2),
     "repetition_penalty": real(0.01, 100),
@@ -96,6 +97,13 @@ _FIELDS: dict[str, Schema] = {
 }
 
 
+_TEMPLATE: dict[str, Schema] = {
+    "add_generation_prompt": _FLAG,
+    "continue_final_message": _FLAG,
+    "chat_template_kwargs": {"type": ["object", "null"], "description": "variables of the chat template"},
+}
+
+
 def body_schema(endpoint: Endpoint, model: str) -> Schema:
     """The body of an endpoint that generates: every field that is honoured, and any other."""
     fields = {name: _FIELDS.get(name, {}) for name in dict.fromkeys([*readers(1), *_FIELDS])}
@@ -108,9 +116,12 @@ def body_schema(endpoint: Endpoint, model: str) -> Schema:
             "tools": {"type": ["array", "null"], "items": _TOOL},
             "tool_choice": {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]},
             "parallel_tool_calls": _FLAG,
+            **_TEMPLATE,
         }
         return {"type": "object", "required": ["messages"], "properties": {**own, **fields}}
-    return {"type": "object", "required": ["prompt"], "properties": {"prompt": _PROMPT, "logprobs": whole(0, MAX_TOP_LOGPROBS), **fields}}
+    echo = {"type": ["boolean", "null"], "description": "the prompt stands before the answer; max_tokens may be 0 then"}
+    own = {"prompt": _PROMPT, "logprobs": whole(0, MAX_TOP_LOGPROBS), "echo": echo}
+    return {"type": "object", "required": ["prompt"], "properties": {**own, **fields}}
 
 
 TOKENIZE: Schema = {
@@ -119,8 +130,8 @@ TOKENIZE: Schema = {
         "prompt": _TEXT,
         "messages": {"anyOf": [_MESSAGES, {"type": "null"}]},
         "model": _TEXT,
-        "add_special_tokens": {"type": "boolean"},
-        "add_generation_prompt": {"type": "boolean"},
+        "add_special_tokens": _FLAG,
+        **_TEMPLATE,
         "return_token_strs": _FLAG,
     },
 }

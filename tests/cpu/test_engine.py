@@ -84,13 +84,14 @@ def test_wrong_requests_are_refused_with_the_field_and_both_values(shared: Engin
     wrong = [
         ([], GREEDY, "prompt: got 0 tokens"),
         ([5, 320], GREEDY, "prompt: got token id 320, allowed: 0 to 319"),
-        ([5], SamplingParams(max_tokens=0), "max_tokens: got 0, allowed: at least 1"),
+        ([5], SamplingParams(max_tokens=-1), "max_tokens: got -1, allowed: at least 0"),
         ([5], SamplingParams(top_k=2**31), "top_k: got 2147483648, allowed: 0 to 2147483647"),
         ([5], SamplingParams(temperature=math.nan), "temperature: got nan, allowed: 0.0 to 1000000.0"),
         ([5], SamplingParams(repetition_penalty=0), "repetition_penalty: got 0, allowed: 0.01 to 100.0"),
         ([5], SamplingParams(logit_bias={3: math.inf}), "logit_bias: got inf, allowed: a number or minus infinity"),
         ([5], SamplingParams(stop_token_ids=(-1,)), "stop_token_ids: got -1, allowed: 0 to 319"),
         ([5], SamplingParams(logprobs=21), "logprobs: got 21, allowed: 0 to 20"),
+        ([5], SamplingParams(prompt_logprobs=-1), "prompt_logprobs: got -1, allowed: 0 to 20"),
         ([5], SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0)), "logit_bias: got 301 entries, allowed: at most 300"),
         ([5], SamplingParams(stop_token_ids=tuple(range(40))), "stop_token_ids: got 40 with the model's own, allowed: at most 32"),
     ]

@@ -17,14 +17,15 @@ LENGTHS = (5, 20, 8, 33, 13, 40)  # chunk is 8: below, across and at its edges
 
 
 def requests(dtype_seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Six requests that need 329 tokens together where the pool holds 64: greedy ones, sampled ones, penalised ones, all with logprobs."""
+    """Six requests that need 329 tokens together where the pool holds 64: greedy ones, sampled ones, penalised ones, all with
+    logprobs, one with those of its prompt."""
     prompts = [tiny.prompt(length, dtype_seed) for length in LENGTHS]
     common = {"max_tokens": 24, "ignore_eos": True, "logprobs": 3}
     params = [
         SamplingParams(temperature=0, **common),
         SamplingParams(temperature=0.8, seed=7, **common),
         SamplingParams(temperature=0, frequency_penalty=0.5, presence_penalty=0.2, repetition_penalty=1.1, **common),
-        SamplingParams(temperature=0.8, seed=2**63 + 11, top_k=20, top_p=0.9, min_p=0.01, **common),
+        SamplingParams(temperature=0.8, seed=2**63 + 11, top_k=20, top_p=0.9, min_p=0.01, prompt_logprobs=2, **common),
         SamplingParams(temperature=1.2, seed=3, logit_bias={9: 4.0, 11: -100.0}, min_tokens=5, stop_token_ids=(40, 41), **common),
         SamplingParams(temperature=0.8, seed=7, **common),
     ]

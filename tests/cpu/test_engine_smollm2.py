@@ -4,10 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from jaxkv.config import Config
 from jaxkv.engine import Engine
+from jaxkv.models import dense_logits
 from jaxkv.request import SamplingParams
 from tests.cpu import tiny
 
@@ -60,3 +65,23 @@ def test_eight_chats_through_less_than_half_the_pool_they_need_equal_the_same_ei
             assert engine.summary()["pool_pages_free_end"] == engine.summary()["pool_pages"]
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
+
+
+def test_the_logprobs_of_a_prompts_own_tokens_are_the_dense_references(smollm2: Path) -> None:
+    """A reference answer as part of the prompt, through chunks of 64 in a pool where its neighbours have it parked."""
+    prompts = json.loads(REFERENCE.read_text())["prompts"]
+    scored = [prompt["input_ids"] + prompt["greedy_ids"] for prompt in prompts[:2]]
+    wish = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    with Engine(config(smollm2, pool={"tokens": 192}, debug={"park_every": 48})) as engine:
+        answers = engine.generate(scored, wish)
+        assert engine.scheduler.counters.num_parks > 0
+        graph, state = nnx.split(engine.parts.checkpoint.model)
+        reference = jax.jit(lambda state, tokens: jax.nn.log_softmax(dense_logits(nnx.merge(graph, state), tokens), axis=-1))
+        for prompt, ids, answer in zip(prompts, scored, answers, strict=False):
+            expected = np.asarray(reference(state, jnp.asarray(ids, jnp.int32)))
+            entries = answer.prompt_logprobs or []
+            assert len(entries) == len(ids) and entries[0] is None
+            found = np.array([entry.logprob for entry in entries if entry is not None])
+            assert np.abs(found - expected[np.arange(len(ids) - 1), ids[1:]]).max() < 2e-4
+            said = [entry for entry in entries[len(prompt["input_ids"]) :] if entry is not None]
+            assert all(entry.logprob == entry.top[0][1] for entry in said)  # greedy, so each is the likeliest

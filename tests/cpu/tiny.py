@@ -83,7 +83,7 @@ def content(completion: Completion) -> tuple[Any, ...]:
     return (
         completion.token_ids,
         completion.text,
-        completion.logprobs,
+        (completion.logprobs, completion.prompt_logprobs),
         completion.finish_reason,
         completion.prompt_tokens,
         completion.error,

@@ -41,6 +41,17 @@ def test_a_list_of_prompts_gets_a_choice_for_each(tmp_path: Path) -> None:
     assert (ran.summary["prompt_tokens"], ran.summary["generated_tokens"], ran.summary["num_completed"]) == (5, 6, 1)
 
 
+def test_a_line_may_ask_how_likely_its_prompt_is_and_for_nothing_more(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("score", "hey", echo=True, logprobs=0, max_tokens=0), line("after", "abc", max_tokens=2))
+    ran = run(tmp_path, make=lambda: FakeEngine(answers={"abc": "xyz"}))
+    body = ran.by_id["score"]["response"]["body"]
+    assert body["choices"][0]["text"] == "hey" and body["choices"][0]["finish_reason"] == "length"
+    assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.25, -0.25]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert (ran.texts["after"], ran.summary["generated_tokens"], ran.code) == ("xy", 2, 0)
+    assert "nothing is missing" in run(tmp_path).said
+
+
 def test_one_refused_prompt_of_a_list_makes_the_line_an_error_and_leaves_nothing_running(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", {**line("two"), "body": {"prompt": ["hi", "x" * 500]}}, line("one"))
     ran = run(tmp_path, make=lambda: FakeEngine(capacity=100))

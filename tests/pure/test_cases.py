@@ -1,7 +1,6 @@
 """Where each of the small cases is tested that other engines got wrong: a table that is true, and the cases that have no other home.
 
 The cases are kinds of fault, C01 to C33; a test may stand for several, and a case may have a test in the scheduler and one on the engine.
-Of C16 the half about a prompt's own logprobs waits until requests may ask for them (`echo`).
 """
 
 import ast
@@ -62,6 +61,7 @@ TABLE = {
     "C16 logprobs lost or doubled": [
         (EXACT, "a_park_at_any_single_step_changes_nothing"),
         (OUTPUT, "logprobs_are_kept_once_per_token_where_asked_for"),
+        ("cpu/test_engine_scores.py", "parked_after_the_second_chunk_and_at_the_fifth_token_each_is_there_once"),
     ],
     "C17 everyone leaves at once": [
         (CASES, "six_of_eight_leave_at_once_and_the_others_finish"),

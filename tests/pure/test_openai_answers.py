@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxkv.openai import Endpoint, Frame, ParsedBody, build_answer, error_body
-from jaxkv.openai.answers import token_text
+from jaxkv.openai.logprobs import token_text
 from jaxkv.request import Completion, SamplingParams, TokenLogprobs
 from jaxkv.testing import ByteTokenizer
 

@@ -88,11 +88,12 @@ def test_the_usage_comes_with_every_piece_where_that_is_asked_for():
     assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 4
 
 
-def test_streams_and_whole_answers_say_the_same():
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "max_tokens": 0}, {"n": 2, "echo": True}], ids=str)
+def test_streams_and_whole_answers_say_the_same(more):
     async def both():
         async with client(ServedFake()) as http:
-            for prompt in (["ab", "cd", "ef"], "é"):
-                body = {"prompt": prompt, "seed": 3, "max_tokens": 30, "logprobs": 2, "stop": ["e", "zz"], "return_token_ids": True}
+            for prompt in (["ab", "cd", "ef"], "é", [97, 256, 98]):
+                body = {"prompt": prompt, "seed": 3, "max_tokens": 30, "logprobs": 2, "stop": ["e", "zz"], "return_token_ids": True, **more}
                 whole = (await http.post(COMPLETION, json=body)).json()
                 pieces = events((await http.post(COMPLETION, json={**body, "stream": True})).text)[:-1]
                 yield whole["choices"], [piece["choices"][0] for piece in pieces if not isinstance(piece, str)]
@@ -184,10 +185,7 @@ REFUSED = [
         'messages[0].content[0].type: got "image_url", which is not supported; allowed: text',
     ),
     (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", 'suffix: got "y", which is not supported; leave it out or ""'),
-    (
-        *(COMPLETION, {"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
-        "echo: got true, which is not supported; leave it out or false",
-    ),
+    (CHAT, chat(echo=True), "echo", "echo: got true, which belongs to completions; leave it out or false"),
     (
         *(COMPLETION, {"prompt": ["x"] * 2, "n": 10}, "n"),
         "the request asks for 20 sequences (prompts times n), allowed: 16 (server.max_waiting)",

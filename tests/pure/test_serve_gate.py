@@ -152,6 +152,8 @@ def test_text_becomes_tokens_and_back():
     }
     assert ask("POST", "/tokenize", json={**chat("x"), "return_token_strs": True}).json()["token_strs"] == list("user: x\nassistant: ")
     assert ask("POST", "/tokenize", json={**chat("x"), "add_generation_prompt": False}).json()["count"] == 8
+    assert ask("POST", "/tokenize", json={**chat("x"), "continue_final_message": True}).json()["count"] == 7
+    assert ask("POST", "/tokenize", json={"prompt": "x", "add_special_tokens": None, "return_token_strs": None}).json()["count"] == 1
     assert ask("POST", "/detokenize", json={"tokens": [104, 195, 169, 256]}).json() == {"prompt": "hé<end>"}
     assert ask("GET", "/tokenizer_info").json()["vocab_size"] == 257
 

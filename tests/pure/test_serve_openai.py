@@ -79,6 +79,33 @@ def test_streamed_completions():
     assert "".join(chunk.choices[0].text for chunk in chunks) == "xyz" and chunks[-1].choices[0].finish_reason == "stop"
 
 
+def test_a_completion_that_begins_with_its_prompt():
+    async def talk(client):
+        return await client.completions.create(model="small", prompt=[97, 98], max_tokens=1, echo=True, logprobs=1)
+
+    found = run(talk, is_strict=False).choices[0]
+    assert found.text == "abx" and found.logprobs.token_logprobs == [None, -0.25, -0.5]
+    assert found.logprobs.top_logprobs == [None, {"b": -0.25}, {"x": -0.5}] and found.logprobs.text_offset == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "places"),
+    [
+        ({"stream": True}, {("choices", 0, "finish_reason")}),
+        ({"echo": True, "logprobs": 1}, {("choices", 0, "logprobs", name, 0) for name in ("token_logprobs", "top_logprobs")}),
+    ],
+    ids=["streamed", "echoed"],
+)
+def test_the_strict_client_objects_only_to_the_nulls_that_openai_sends_too(fields, places):
+    async def talk(client):
+        with pytest.raises(openai.APIResponseValidationError) as error:
+            found = await client.completions.create(model="small", prompt="ab", max_tokens=2, **fields)
+            [chunk async for chunk in found]
+        return error.value
+
+    assert {fault["loc"] for fault in run(talk).__cause__.errors()} == places
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "message"),
     [
