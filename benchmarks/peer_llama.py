@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from jaxkv.errors import JaxkvError
 from jaxkv.extras import require_extra
@@ -63,11 +65,10 @@ class LlamaCpp:
                 "cache_prompt": False,
                 "return_tokens": True,
             }
-            found = _body(server.handle_completions(body))
-            if "tokens" in found:
-                answers[i] = found["tokens"]
-            else:
-                self.errors.add(str(found.get("error", found))[:200])
+            try:
+                answers[i] = _post(f"{server.listening_address}/completion", body)["tokens"]
+            except HTTPError as error:
+                self.errors.add(error.read().decode()[:200])
 
         asking = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
         for one in asking:
@@ -77,8 +78,10 @@ class LlamaCpp:
         return answers
 
 
-def _body(found: Any) -> dict[str, Any]:
-    return dict(json.loads(found)) if isinstance(found, (str, bytes)) else dict(found)
+def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    asked = Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urlopen(asked) as answer:
+        return dict(json.load(answer))
 
 
 def write_float32(source: Path, target: Path) -> None:

@@ -79,7 +79,7 @@ def measure(setup: Setup) -> dict[str, Any]:
                 seconds = timed(lambda key=key, answers=answers: answers.extend(works[key](prompts)))  # type: ignore[misc]
                 rates[key].append(sum(map(len, answers)) / seconds)
                 whole[key] += sum(len(a) == o.answer for a in answers)
-                equal[key] += sum(a == b for a, b in zip(answers, alone[key[0]], strict=True))
+                equal[key] += sum(a == b and len(a) == o.answer for a, b in zip(answers, alone[key[0]], strict=True))
                 say(f"  round {round_ + 1}, {' '.join(key)}: {rates[key][-1]:.1f} tokens/s")
         speeds = {key: summary(values, digits=2) for key, values in rates.items()}
         parks = pressure_numbers(engines[TIGHT])["num_parks"]
