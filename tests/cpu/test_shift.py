@@ -226,6 +226,19 @@ def test_without_max_tokens_it_goes_on_until_it_is_cancelled() -> None:
         assert handle.completion is not None and handle.completion.finish_reason == "cancelled"
 
 
+@pytest.mark.parametrize(("num", "tokens"), [(2, 64), (3, 96)])
+def test_generations_without_end_take_turns_on_a_real_model_and_all_finish_as_if_alone(num: int, tokens: int) -> None:
+    """Each wants 38 cells for 200 tokens and never lets go by itself: whoever is away comes back only because another makes way."""
+    prompts, wishes = [tiny.prompt(8, seed) for seed in range(num)], [params(200, temperature=0.8, seed=seed) for seed in range(num)]
+    with tiny.engine(pool__tokens=tokens, scheduler__rotate_after_s=0.02) as made:
+        expected = list(map(tiny.content, tiny.alone(made, prompts, wishes)))
+        assert (made.scheduler.counters.num_parks, made.scheduler.counters.num_rotations) == (0, 0)
+        assert list(map(tiny.content, tiny.run(made, prompts, wishes))) == expected
+        counters = made.scheduler.counters
+        assert counters.num_rotations > 0
+        assert counters.num_shifts == 2 * num * 15
+
+
 # What is refused
 
 

@@ -98,6 +98,7 @@ TABLE = {
     "C29 planner off, prompt in flight": [(CASES, "a_prompt_that_arrives_late_is_computed_once")],
     "C30 taking turns": [
         (SHIFT, "generations_without_end_take_turns_by_rotation_and_all_finish"),
+        ("cpu/test_shift.py", "generations_without_end_take_turns_on_a_real_model_and_all_finish_as_if_alone"),
         (POLICIES, "the_smallest_whose_pages_let_the_head_in_leaves_else_the_largest"),
         (SHIFT, "a_budget_of_one_image_lets_nobody_rotate_and_says_so_once_per_park"),
     ],
