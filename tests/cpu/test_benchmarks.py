@@ -46,9 +46,13 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
     ),
     "stall": (STALL, {"victim_tokens", "victim_mb", "bystanders", "gaps_ms", "copies"}),
     "startup": (["--prompt", "4"], {"format", "starts_s", "cold_over", "cold_over_processor"}),
+    "serve": (
+        ["--model.path", "smollm2", "--chats", "3", "--prompt", "40", "--answer", "40", "--apart", "1"],
+        {"chats", "prompt_tokens", "answer_tokens", "demand_tokens", "loads"},
+    ),
 }  # fmt: skip
 
-COMPILE_MUCH = {"decode", "pressure", "startup"}  # for several sizes of pool, or without a cache
+COMPILE_MUCH = {"decode", "pressure", "startup", "serve"}  # for several sizes of pool, or without a cache
 
 
 @pytest.fixture
@@ -117,7 +121,21 @@ def check_policies(found: dict[str, Any]) -> None:
     assert found["loads"]["apart"]["policies"]["smallest head"]["simulated_s"] >= 0.4  # the last chat comes then
 
 
-CHECKS = {"keep": check_keep, "policies": check_policies, "pressure": check_pressure, "stall": check_stall, "startup": check_startup}
+def check_serve(found: dict[str, Any]) -> None:
+    for load in found["loads"].values():
+        assert load["completed"] == load["identical"] == "3 of 3"
+    assert found["loads"]["half"]["parks"]["median"] > 0 == found["loads"]["ample"]["parks"]["median"]
+    assert found["loads"]["half"]["decode_steps"] >= found["loads"]["half"]["bound_steps"]
+
+
+CHECKS = {
+    "keep": check_keep,
+    "policies": check_policies,
+    "pressure": check_pressure,
+    "serve": check_serve,
+    "stall": check_stall,
+    "startup": check_startup,
+}
 
 
 @pytest.mark.parametrize("name", [*RUNS, "peers"])
@@ -136,7 +154,7 @@ def test_a_wrong_field_is_one_line_and_exit_code_2(config: Path) -> None:
 PEERS = {
     "requests", "prompt_tokens", "answer_tokens", "pool_tokens", "tokens_per_s", "equal_to_alone", "jaxkv_over_transformers",
     "jaxkv_over_transformers_less_call", "transformers_call_s", "tight_over_transformers", "jaxkv_num_parks", "does_not_run",
-    "same_first_tokens", "attention",
+    "same_first_tokens", "attention", "whole", "jaxkv_over_llama_cpp", "llama_cpp_errors",
 }  # fmt: skip
 
 
