@@ -15,7 +15,7 @@ makespan says how far `jaxkv simulate` can be trusted here. All policies share o
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common import Setup, endless, random_prompt, run, say, settle, summary, text, turns
@@ -71,7 +71,8 @@ def measure(setup: Setup) -> dict[str, Any]:
         found = {name: load.results() for name, load in loads.items()}
     for name, one in found.items():
         for policy, figures in one["policies"].items():
-            say(f"{name}, {policy}: {text(figures['wall_s'], 's')}, simulated {figures['simulated_s']} ({figures['simulated_over_live']})")
+            ratio = text(figures["simulated_over_live"])
+            say(f"{name}, {policy}: {text(figures['wall_s'], 's')}, simulated {text(figures['simulated_s'], 's')}, over live {ratio}")
     equal = {name: one.pop("equal_runs") for name, one in found.items()}
     say(f"runs with equal bytes: {equal}")
     return {"chats": o.chats, "answer_tokens": lengths, "prompt_tokens": o.prompt, "pool_tokens": pool, "equal_runs": equal, "loads": found}
@@ -154,7 +155,7 @@ class Load:
     def _figures(self, name: str) -> dict[str, Any]:
         runs = self.runs[name]
         wall = summary(run.wall_s for run in runs)
-        simulated_s = self.simulated(POLICIES[name])
+        simulated = [self.simulated(POLICIES[name], costs) for costs in self.costs]
         return {
             "wall_s": wall,
             "slowest_chat_s": summary(run.slowest_s for run in runs),
@@ -162,22 +163,16 @@ class Load:
             "longest_pause_s": summary(run.longest_pause_s for run in runs),
             "num_parks": statistics.median(run.num_parks for run in runs),
             "moved_mib": round(statistics.median(run.num_bytes for run in runs) / 2**20, 1),
-            "simulated_s": round(simulated_s, 3),
-            "simulated_over_live": round(simulated_s / wall["median"], 3),
+            "simulated_s": summary(simulated),
+            "simulated_over_live": summary(found / run.wall_s for found, run in zip(simulated, runs, strict=True)),
         }
 
-    def simulated(self, policy: Mapping[str, Any]) -> float:
-        """The makespan of the same chats in the simulator, with the costs that the rounds measured."""
+    def simulated(self, policy: Mapping[str, Any], costs: Costs) -> float:
+        """The makespan of the same chats in the simulator."""
         requests = [Request(i * self.apart_s, self.prompt_len, length, length) for i, length in enumerate(self.lengths)]
         num_staging = self.engine.parts.transfer.free_chunks
-        result, _ = simulate(self.settings(policy), requests, median_costs(self.costs), num_staging)
+        result, _ = simulate(self.settings(policy), requests, costs, num_staging)
         return result.makespan_s
-
-
-def median_costs(found: list[Costs]) -> Costs:
-    """Field by field over the rounds."""
-    values = {one.name: statistics.median(getattr(costs, one.name) for costs in found) for one in fields(Costs)}
-    return Costs(**{**values, "token_bytes": found[0].token_bytes})
 
 
 def content(answer: Completion) -> tuple[Any, ...]:

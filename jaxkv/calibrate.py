@@ -40,10 +40,11 @@ class Calibration:
         return {"costs": costs, **errors}
 
 
-def calibrate(engine: Engine, repeats: int = 5, say: Say = lambda line: None) -> Calibration:
-    """Measure an engine that has nothing else to do; some seconds on a small model."""
+def calibrate(engine: Engine, repeats: int = 5, say: Say = lambda line: None, temperature: float = 1.0) -> Calibration:
+    """Measure an engine that has nothing else to do; some seconds on a small model. Its rows sample, as requests do that say nothing of it,
+    unless `temperature` is 0."""
     assert engine.is_idle, "an engine in use measures its users"
-    programs = ProgramTimes(engine)
+    programs = ProgramTimes(engine, temperature)
     decode, decode_error = fit_decode(programs, repeats)
     prefill, prefill_error = fit_prefill(programs, repeats)
     say(
@@ -51,7 +52,7 @@ def calibrate(engine: Engine, repeats: int = 5, say: Say = lambda line: None) ->
         f"{decode['decode_token_s'] * 1e6:.1f} of any; at most {decode_error:.0%} off"
     )
     say(f"prompt chunk {prefill['prefill_s'] * 1e3:.1f} ms")
-    step_s, copy_s = measure_steps(engine, repeats, programs)
+    step_s, copy_s = measure_steps(engine, repeats, programs, temperature)
     land_s = measure_landing(engine, repeats)
     say(f"host {step_s * 1e3:.2f} ms a step; a transfer chunk {copy_s * 1e3:.2f} ms of its step, arrived after {land_s * 1e3:.2f} ms")
     engine.scheduler = Scheduler(engine.parts.scheduler_config)  # the old one may believe that some pages still hold a prompt
@@ -64,8 +65,8 @@ def calibrate(engine: Engine, repeats: int = 5, say: Say = lambda line: None) ->
 class ProgramTimes:
     """The engine's two step programs, run by hand on its own pool: whatever was in a page is lost."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._parts = engine.parts
+    def __init__(self, engine: Engine, temperature: float) -> None:
+        self._parts, self._temperature = engine.parts, temperature
         self.rows, self.chunk = engine.parts.shapes.rows, engine.parts.shapes.chunk
         self.longest = min(MAX_CONTEXT, engine.parts.shapes.max_len)
 
@@ -75,7 +76,8 @@ class ProgramTimes:
         positions, active = np.zeros_like(batch.positions), np.zeros_like(batch.active)
         positions[: len(lengths)] = np.asarray(lengths) - 1
         active[: len(lengths)] = True
-        mine = DecodeBatch(batch.tokens, positions, active, self._table(batch.table), batch.knobs)
+        knobs = batch.knobs._replace(temperature=np.full_like(batch.knobs.temperature, self._temperature))
+        mine = DecodeBatch(batch.tokens, positions, active, self._table(batch.table), knobs)
         return lambda: self._timed(self._parts.programs.decode.run, mine)
 
     def prefill(self, start: int) -> Callable[[], float]:
@@ -137,7 +139,7 @@ def fit(features: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[li
         kept.remove(int(found.argmin()))
 
 
-def measure_steps(engine: Engine, repeats: int, programs: ProgramTimes) -> tuple[float, float]:
+def measure_steps(engine: Engine, repeats: int, programs: ProgramTimes, temperature: float) -> tuple[float, float]:
     """Seconds of a step beside its program, and what one transfer chunk adds to the steps around it.
 
     Two sequences, or one where there is one row, that fit the pool whole: nobody is parked but by us. What they say is nonsense, since the
@@ -147,7 +149,7 @@ def measure_steps(engine: Engine, repeats: int, programs: ProgramTimes) -> tuple
     share = min(engine.capacity // num - engine.config.pool.page_size, engine.max_len)
     answer_len = max(1, min(share // 2, (2 + MAX_PARK_STEPS) * repeats))
     prompt_len = max(1, min(MAX_PROMPT, share - answer_len))
-    params = SamplingParams(max_tokens=answer_len, temperature=0.0, ignore_eos=True, cache_prompt=False)
+    params = SamplingParams(max_tokens=answer_len, temperature=temperature, ignore_eos=True, cache_prompt=False)
     handles = [engine.submit([1] * prompt_len, params) for _ in range(num)]
     while not all(handle.token_ids for handle in handles):
         engine.step()
