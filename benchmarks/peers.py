@@ -29,7 +29,7 @@ from jaxkv.engine import Engine
 from jaxkv.errors import JaxkvError
 from jaxkv.extras import require_extra
 from jaxkv.fetch import cache_folder, resolve_model_path
-from jaxkv.models.load_hf import tensor_names
+from jaxkv.models.load_hf_names import tensor_names
 from jaxkv.summary import pressure_numbers
 
 OPTIONS: dict[str, Any] = {

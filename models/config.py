@@ -1,19 +1,16 @@
-"""What shape a model has: `ModelConfig`, and the reader of Hugging Face's config.json in its older and newer spelling.
+"""What shape a model has: `ModelConfig`, whatever file it was read from.
 
-Knows no tensor names and imports neither JAX nor Flax.
+Knows no file format, no tensor names, and imports neither JAX nor Flax.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from jaxkv.models.errors import ModelError
-from jaxkv.models.families import check_supported
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("default", "linear", "llama3")
-
 
 MAX_COUNT = 2**31 - 1
 MAX_LAYERS = 10_000  # a damaged file may say anything, and every layer has names to look for
@@ -32,8 +29,22 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A feed-forward part of many experts, of which each token visits a few."""
+
+    num_experts: int
+    num_chosen: int  # experts per token
+    ffn_dim: int  # of one expert
+    rescale: bool  # whether the weights of the chosen are made to add up to one
+    dense_layers: tuple[int, ...] = ()  # those that have one plain feed-forward part instead
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The numbers a model is built from, the same whatever file format they came from."""
+    """The numbers a model is built from, the same whatever file format they came from.
+
+    What has a default is not said of every model, and is left out of `to_json` where it is the default.
+    """
 
     model_type: str
     vocab_size: int
@@ -48,6 +59,10 @@ class ModelConfig:
     rope: Rope
     tie_embeddings: bool
     dtype: str  # as stored in the checkpoint
+    experts: Experts | None = None
+    windows: tuple[int | None, ...] = ()  # per layer how many tokens it sees, itself included; None is all, () is all in every layer
+    window_rope: Rope | None = None  # of the layers with a window, where it is another than `rope`
+    query_scale: float | None = None  # what scores are multiplied with, where it is not head_dim**-0.5
 
     def __post_init__(self) -> None:
         if self.num_layers > MAX_LAYERS:
@@ -56,42 +71,42 @@ class ModelConfig:
             raise ModelError(f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly")
         if self.head_dim % 2:
             raise ModelError(f"model config: head_dim must be even for rotary embeddings, got {self.head_dim}")
-        if self.rope.kind not in ROPE_KINDS:
-            raise ModelError(f"model config: rope type {self.rope.kind!r} is not supported; supported are: {', '.join(ROPE_KINDS)}")
+        for rope in (self.rope, self.window_rope or self.rope):
+            if rope.kind not in ROPE_KINDS:
+                raise ModelError(f"model config: rope type {rope.kind!r} is not supported; supported are: {', '.join(ROPE_KINDS)}")
+        if self.experts is not None and self.experts.num_chosen > self.experts.num_experts:
+            raise ModelError(f"model config: each token visits {self.experts.num_chosen} of {self.experts.num_experts} experts")
 
     def with_tied(self, tie_embeddings: bool) -> "ModelConfig":
         return replace(self, tie_embeddings=tie_embeddings)
 
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts of a layer; None where it has one plain feed-forward part."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a layer sees, itself included; None where it sees all."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> Rope:
+        """The rotary embedding of a layer."""
+        return self.rope if self.window_rope is None or self.window_of(layer) is None else self.window_rope
+
+    @property
+    def scale(self) -> float:
+        """What the products of queries and keys are multiplied with."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        plain = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        return {name: value for name, value in asdict(self).items() if name not in plain or getattr(self, name) != plain[name]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelConfig":
-        return cls(**{**data, "rope": Rope(**data["rope"])})
-
-
-def read_config(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """A ModelConfig from the contents of a Hugging Face config.json."""
-
-    check_supported(str(data.get("model_type")), where)
-    _refuse_variants(data, where)
-    count = partial(read_count, data, where)
-    num_heads = count("num_attention_heads")
-    return ModelConfig(
-        model_type=data["model_type"],
-        vocab_size=count("vocab_size"),
-        num_layers=count("num_hidden_layers"),
-        hidden_dim=count("hidden_size"),
-        num_heads=num_heads,
-        num_kv_heads=count("num_key_value_heads", num_heads),
-        head_dim=count("head_dim", count("hidden_size") // num_heads),
-        ffn_dim=count("intermediate_size"),
-        max_position=count("max_position_embeddings"),
-        norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(data),
-        tie_embeddings=bool(data.get("tie_word_embeddings", False)),
-        dtype=_read_dtype(data),
-    )
+        parts: dict[str, Any] = {name: Rope(**data[name]) for name in ("rope", "window_rope") if data.get(name)}
+        if experts := data.get("experts"):
+            parts["experts"] = Experts(**{**experts, "dense_layers": tuple(experts["dense_layers"])})
+        return cls(**{**data, **parts, "windows": tuple(data.get("windows", ()))})
 
 
 def read_count(data: Mapping[str, Any], where: str, key: str, default: int | None = None) -> int:
@@ -102,39 +117,3 @@ def read_count(data: Mapping[str, Any], where: str, key: str, default: int | Non
     if value > MAX_COUNT:
         raise ModelError(f"{where}: {key} is {value}, allowed: at most {MAX_COUNT}")
     return value
-
-
-def read_rope(data: Mapping[str, Any]) -> Rope:
-    """Rotary settings from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
-    settings = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    theta = float(settings.get("rope_theta") or data.get("rope_theta") or 10000.0)
-    if kind == "default":
-        return Rope(theta)
-    original = settings.get("original_max_position_embeddings") or data.get("max_position_embeddings") or 8192
-    low, high = settings.get("low_freq_factor", 1.0), settings.get("high_freq_factor", 4.0)
-    return Rope(theta, kind, float(settings.get("factor", 1.0)), float(low), float(high), int(original))
-
-
-def read_eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """The end-of-text ids of config.json and generation_config.json together; each may be absent, a number or a list."""
-    found: set[int] = set()
-    for data in configs:
-        value = data.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if bad := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0]:
-            raise ModelError(f"eos_token_id: got {bad[0]!r}, allowed: a token id or a list of token ids")
-        found.update(ids)
-    return frozenset(found)
-
-
-def _read_dtype(data: Mapping[str, Any]) -> str:
-    dtype = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
-    return dtype if dtype in DTYPES else "float32"
-
-
-def _refuse_variants(data: Mapping[str, Any], where: str) -> None:
-    """Options that some members of a family use and that we do not compute."""
-    for key, allowed in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
-        if data.get(key, allowed) != allowed:
-            raise ModelError(f"{where}: {key} = {data[key]!r} is not supported for {data['model_type']!r}, only {allowed!r}")

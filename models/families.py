@@ -7,6 +7,8 @@ from jaxkv.models.errors import ModelError
 
 FAMILIES: dict[str, str] = {
     "llama": "jaxkv.models.llama:Llama",
+    "qwen2": "jaxkv.models.qwen2:Qwen2",
+    "qwen3": "jaxkv.models.qwen3:Qwen3",
 }
 
 

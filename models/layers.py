@@ -60,20 +60,26 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A product without bias: `weight` [out, in] for columns, `kernel` [in, out] for rows."""
+    """A product, with a bias where asked: `weight` [out, in] for columns, `kernel` [in, out] for rows."""
 
-    def __init__(self, in_dim: int, out_dim: int, dtype: jnp.dtype):
+    def __init__(self, in_dim: int, out_dim: int, dtype: jnp.dtype, *, bias: bool = False):
         if works_in_columns(dtype):
             self.weight = zeros((out_dim, in_dim), dtype)
         else:
             self.kernel = zeros((in_dim, out_dim), dtype)
+        if bias:
+            self.bias = zeros((out_dim,), dtype)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         return self.wide(x).astype(x.dtype)
 
     def wide(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The same, left in float32."""
-        return product(self.weight[...], x) if works_in_columns(x.dtype) else product(x, self.kernel[...])
+        y = product(self.weight[...], x) if works_in_columns(x.dtype) else product(x, self.kernel[...])
+        if not hasattr(self, "bias"):
+            return y
+        bias = self.bias[...].astype(jnp.float32)
+        return y + (bias[:, None] if works_in_columns(x.dtype) else bias[None, :])
 
 
 class Embedding(nnx.Module):

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, safetensors (one file or sharded). The only place with Hugging Face's tensor names."""
+"""Hugging Face folders: config.json, safetensors (one file or sharded). Their tensor names are in load_hf_names.py."""
 
 import json
 from dataclasses import dataclass
@@ -8,28 +8,13 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv.models.config import ModelConfig, read_config, read_eos_ids
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.errors import ModelError
 from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
+from jaxkv.models.load_hf_names import HEAD, IGNORED, tensor_names
 from jaxkv.models.parameters import OnTensor, Stages, Tensor, check_names, check_shapes, hash_files, place_tensors
+from jaxkv.models.read_config import read_config, read_eos_ids
 from jaxkv.models.safetensors_file import Entry, read_header
-
-# Per family: tensor name -> parameter path; "{}" is the layer. Weights are [out, in].
-LLAMA_TOP = {"model.embed_tokens.weight": "embed.table", "model.norm.weight": "norm.scale"}
-LLAMA_HEAD = {"lm_head.weight": "head.table"}
-LLAMA_LAYER = {
-    "model.layers.{}.input_layernorm.weight": "layers.{}.attn_norm.scale",
-    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attn.q.weight",
-    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attn.k.weight",
-    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attn.v.weight",
-    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attn.o.weight",
-    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.mlp_norm.scale",
-    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.mlp.gate.weight",
-    "model.layers.{}.mlp.up_proj.weight": "layers.{}.mlp.up.weight",
-    "model.layers.{}.mlp.down_proj.weight": "layers.{}.mlp.down.weight",
-}
-NAMES = {"llama": (LLAMA_TOP, LLAMA_HEAD, LLAMA_LAYER)}
-IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and that follow from the config
 
 
 @dataclass(frozen=True)
@@ -73,13 +58,6 @@ class HfFolder:
         return hash_files(self.files)
 
 
-def tensor_names(config: ModelConfig) -> dict[str, str]:
-    """Every tensor name a checkpoint of this config has, and the parameter it becomes."""
-    top, head, layer = NAMES[config.model_type]
-    names = dict(top) if config.tie_embeddings else {**top, **head}
-    return names | {key.format(i): path.format(i) for i in range(config.num_layers) for key, path in layer.items()}
-
-
 def open_hf(path: Path) -> HfFolder:
     """Read config.json, generation_config.json and the safetensors headers of a folder."""
     config_json = read_json(path / "config.json")
@@ -88,7 +66,7 @@ def open_hf(path: Path) -> HfFolder:
     files = _weight_files(path)
     entries = {name: entry for file in files for name, entry in read_header(file).items() if not name.endswith(IGNORED)}
     # What is in the file decides whether embeddings are tied, unless the config says outright that they are not.
-    has_head = NAMES[config.model_type][1].keys() <= entries.keys()
+    has_head = HEAD.keys() <= entries.keys()
     tied = not has_head and config_json.get("tie_word_embeddings") is not False
     eos_ids = read_eos_ids(config_json, read_json(generation) if generation.exists() else {})
     return HfFolder(path, config.with_tied(tied), eos_ids, files, entries)

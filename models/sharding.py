@@ -10,11 +10,12 @@ from jaxkv.models.errors import ModelError
 
 AXIS = "tensor"
 Side = Literal["in", "out"]
-_LAYOUTS: dict[str, tuple[Side, Side]] = {
+_LAYOUTS: dict[str, tuple[Side, ...]] = {
     "weight": ("out", "in"),
     "kernel": ("in", "out"),
-    "table": ("out", "in"),
-}  # a table goes to logits
+    "table": ("out", "in"),  # a table goes to logits
+    "bias": ("out",),
+}
 
 
 def by_rule(split: Mapping[str, Side], path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec:
@@ -24,9 +25,10 @@ def by_rule(split: Mapping[str, Side], path: str, shape: tuple[int, ...], num_sh
     """
     layer, _, kind = path.rpartition(".")
     side = next((side for ending, side in split.items() if layer == ending or layer.endswith("." + ending)), None)
-    if side is None or kind not in _LAYOUTS or num_shards == 1:
+    layout = _LAYOUTS.get(kind, ())
+    if side not in layout or num_shards == 1:
         return PartitionSpec()
-    axis = _LAYOUTS[kind].index(side)
+    axis = layout.index(side)
     if shape[axis] % num_shards:
         return PartitionSpec()
     return PartitionSpec(*(AXIS if i == axis else None for i in range(len(shape))))

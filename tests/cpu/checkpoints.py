@@ -1,4 +1,4 @@
-"""Small checkpoints for tests: the llama fixture in a folder of its own, as shards, as a GGUF file."""
+"""Small checkpoints for tests: the fixtures in a folder of their own, as shards, as a GGUF file."""
 
 import json
 import shutil
@@ -29,12 +29,17 @@ def load(path: Path, dtype: str = "float32") -> Checkpoint:
 
 
 def llama_copy(folder: Path, config: str = "config.json", **changes: Any) -> Path:
-    """The fixture in a folder that a test may damage, with keys of its config changed (None removes one)."""
+    """The llama fixture in a folder that a test may damage, with keys of its config changed (None removes one)."""
+    return fixture_copy("llama", folder, config, **changes)
+
+
+def fixture_copy(name: str, folder: Path, config: str = "config.json", **changes: Any) -> Path:
+    """The same of any fixture."""
     target = folder / "checkpoint"
     target.mkdir()
-    for name in ("generation_config.json", "model.safetensors"):
-        shutil.copy(LLAMA / name, target / name)
-    data = {**json.loads((LLAMA / config).read_text()), **changes}
+    for file in ("generation_config.json", "model.safetensors"):
+        shutil.copy(FIXTURES / name / file, target / file)
+    data = {**json.loads((FIXTURES / name / config).read_text()), **changes}
     write_json(target / "config.json", {key: value for key, value in data.items() if value is not None})
     return target
 
@@ -49,8 +54,9 @@ def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any])
     save_file(tensors, folder / "model.safetensors")
 
 
-def reference() -> Mapping[str, np.ndarray]:
-    return dict(np.load(LLAMA / "reference.npz"))
+def reference(name: str = "llama") -> Mapping[str, np.ndarray]:
+    """What transformers computed in float32 for a fixture's two prompts."""
+    return dict(np.load(FIXTURES / name / "reference.npz"))
 
 
 def logits(model: Any, tokens: Any) -> np.ndarray:

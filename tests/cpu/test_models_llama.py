@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
 
 from jaxkv.models import ModelError, check_mesh, dense_logits, inspect_checkpoint
-from jaxkv.models.config import Rope, read_config
+from jaxkv.models.config import Rope
 from jaxkv.models.layers import RMSNorm, rope_frequencies, rotate
 from jaxkv.models.llama import Llama
 from jaxkv.models.load_gguf import unpermute
+from jaxkv.models.read_config import read_config
 from tests.cpu.checkpoints import LLAMA, TOLERANCE, llama_copy, load, logits, reference, write_json
 
 

@@ -1,4 +1,4 @@
-"""The llama fixture through paged attention, prompt chunks and single steps, against the recorded logits of transformers."""
+"""The fixtures through paged attention, prompt chunks and single steps, against the recorded logits of transformers."""
 
 from typing import Any
 
@@ -10,26 +10,29 @@ from flax import nnx
 
 from jaxkv.attention import PagedCache, paged_attend, table_width
 from jaxkv.pool import PoolArrays, PoolLayout, allocate
-from tests.cpu.checkpoints import LLAMA, TOLERANCE, load, one_device, reference
+from tests.cpu.checkpoints import FIXTURES, TOLERANCE, load, one_device, reference
 
-LAYOUT = PoolLayout(num_layers=3, num_pages=40, page_size=16, num_kv_heads=2, head_dim=16, dtype="float32", storage="float32")
+FAMILIES = ("llama", "qwen2", "qwen3")
 ROWS = 2
 
 
 class Paged:
-    """The fixture with a pool; every call returns logits [n, c, v] and writes the pool."""
+    """A fixture with a pool; every call returns logits [n, c, v] and writes the pool."""
 
-    def __init__(self) -> None:
-        self.pool: PoolArrays = allocate(LAYOUT, one_device())
-        self.graph, self.weights = nnx.split(load(LLAMA).model)
-        pages = np.random.default_rng(0).permutation(LAYOUT.num_pages) + 1
+    def __init__(self, name: str) -> None:
+        loaded = load(FIXTURES / name)
+        config, self.expected = loaded.config, reference(name)
+        self.layout = PoolLayout(config.num_layers, 40, 16, config.num_kv_heads, config.head_dim, "float32", "float32")
+        self.pool: PoolArrays = allocate(self.layout, one_device())
+        self.graph, self.weights = nnx.split(loaded.model)
+        pages = np.random.default_rng(0).permutation(self.layout.num_pages) + 1
         self.table = np.zeros((ROWS, table_width(512, 16)), np.int32)
         self.table[:, :16] = pages[: ROWS * 16].reshape(ROWS, 16)
         self._run = jax.jit(self._step, donate_argnums=1)
 
     def _step(self, weights: Any, pool: PoolArrays, tokens: Any, positions: Any, valid: Any, table: Any) -> tuple[Any, PoolArrays]:
         model = nnx.merge(self.graph, weights)
-        attend = paged_attend(LAYOUT, table, positions, valid)
+        attend = paged_attend(self.layout, table, positions, valid)
         hidden, cache = model(tokens.reshape(-1), positions.reshape(-1), PagedCache(pool), attend)
         return model.logits(hidden).reshape(*tokens.shape, -1), cache.pool
 
@@ -47,21 +50,21 @@ class Paged:
         return np.concatenate(found)
 
 
-@pytest.fixture(scope="module")
-def paged() -> Paged:
-    return Paged()
+@pytest.fixture(scope="module", params=FAMILIES)
+def paged(request: pytest.FixtureRequest) -> Paged:
+    return Paged(request.param)
 
 
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize("which", [0, 1])
 def test_prompt_logits_at_every_position_are_the_references(paged: Paged, which: int, width: int) -> None:
-    expected = reference()
+    expected = paged.expected
     found = paged.prefill(which, expected[f"input_ids_{which}"], width)
     assert np.abs(found - expected[f"logits_{which}"]).max() < TOLERANCE
 
 
 def test_both_prompts_decoded_side_by_side_give_the_references_step_logits_and_greedy_ids(paged: Paged) -> None:
-    expected = reference()
+    expected = paged.expected
     last = []
     for row in range(ROWS):
         last.append(paged.prefill(row, expected[f"input_ids_{row}"], 8)[-1])

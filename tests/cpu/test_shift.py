@@ -12,6 +12,7 @@ import pytest
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError, RequestError
 from jaxkv.models.config import Rope
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.layers import rope_angles, rope_frequencies, rotate
 from jaxkv.models.llama import Llama
 from jaxkv.pool import PoolLayout, decode, encode, pool_sharding
@@ -275,7 +276,7 @@ def test_a_configuration_whose_contexts_could_never_shift_is_refused_before_weig
     with pytest.raises(ConfigError) as caught:
         Engine(tiny.config(request__context_shift=True))
     assert str(caught.value) == "request.context_len: got 128, and the pool holds 64 tokens: lower it, or raise pool.tokens"
-    monkeypatch.delattr(Llama, "move_keys")
+    monkeypatch.delattr(Decoder, "move_keys")
     with pytest.raises(ConfigError) as caught:
         Engine(tiny.config(request__context_shift=True, request__context_len=32))
     assert str(caught.value) == (
@@ -285,7 +286,7 @@ def test_a_configuration_whose_contexts_could_never_shift_is_refused_before_weig
 
 
 def test_a_model_that_cannot_shift_serves_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Llama, "move_keys")
+    monkeypatch.delattr(Decoder, "move_keys")
     with tiny.engine() as made:
         with pytest.raises(RequestError, match=r"context_shift: got true, but this model's keys .* cannot be moved; leave it out"):
             made.submit(tiny.prompt(5), params())

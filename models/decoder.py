@@ -1,0 +1,128 @@
+"""The decoder that most families are: attention and a feed-forward part in every layer, each behind a norm. Knows no cache, no checkpoint.
+
+A family's own file says how its blocks differ (`make_block`). Between embedding and final norm the stream is [m, t] or [t, m], as the
+layers like it for the dtype; heads are always [t, n, d].
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.interface import Attend
+from jaxkv.models.layers import (
+    Embedding,
+    GatedMLP,
+    Linear,
+    RMSNorm,
+    as_rows,
+    join_heads,
+    rope_angles,
+    rope_frequencies,
+    rotate,
+    split_heads,
+    stream_axis,
+)
+from jaxkv.models.sharding import Side, by_rule
+
+# Layer name ending -> the side of its weight that is split over the mesh's "tensor" axis. What is not listed is replicated.
+SPLIT: dict[str, Side] = {
+    "attn.q": "out",
+    "attn.k": "out",
+    "attn.v": "out",
+    "attn.o": "in",
+    "mlp.gate": "out",
+    "mlp.up": "out",
+    "mlp.down": "in",
+    "embed": "out",
+    "head": "out",
+}
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; query head i reads kv head i // (h / k).
+
+    `bias`: q, k and v have one. `head_norm`: each head of q and k is normalised before it is turned.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, *, bias: bool = False, head_norm: bool = False):
+        m, h, k, d = config.hidden_dim, config.num_heads, config.num_kv_heads, config.head_dim
+        self.layer, self.head_dim = layer, d
+        self.q = Linear(m, h * d, dtype, bias=bias)
+        self.k = Linear(m, k * d, dtype, bias=bias)
+        self.v = Linear(m, k * d, dtype, bias=bias)
+        self.o = Linear(h * d, m, dtype)
+        self.q_norm = RMSNorm(d, config.norm_eps, dtype) if head_norm else None
+        self.k_norm = RMSNorm(d, config.norm_eps, dtype) if head_norm else None
+
+    def __call__(self, x: Float[Array, "..."], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "..."], Any]:
+        d = self.head_dim
+
+        def turned(project: Linear, norm: RMSNorm | None) -> Float[Array, "t n d"]:
+            heads = split_heads(project(x), d)
+            return rotate(heads if norm is None else norm(heads), *angles)
+
+        q, k, v = turned(self.q, self.q_norm), turned(self.k, self.k_norm), split_heads(self.v(x), d)
+        out, cache = attend(self.layer, q, k, v, cache, scale=d**-0.5)
+        return self.o(join_heads(out.astype(x.dtype))), cache
+
+
+class Block(nnx.Module):
+    """One decoder layer: x + attention(norm x), then x + mlp(norm x)."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: Attention, mlp: nnx.Module):
+        self.attn_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype))
+        self.attn = attention
+        self.mlp_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype))
+        self.mlp = mlp
+
+    def __call__(self, x: Float[Array, "..."], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "..."], Any]:
+        mixed, cache = self.attn(self.attn_norm(x), angles, cache, attend)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks, a last norm, an output head."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_dim, dtype)
+        self.layers = nnx.List([self.make_block(config, layer, dtype) for layer in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype))
+        if not config.tie_embeddings:
+            self.head = Embedding(config.vocab_size, config.hidden_dim, dtype)
+
+    @staticmethod
+    def make_block(config: ModelConfig, layer: int, dtype: jnp.dtype) -> Block:
+        """The layer with this number: where families differ."""
+        return Block(config, dtype, Attention(config, layer, dtype), GatedMLP(config.hidden_dim, config.ffn_dim, dtype))
+
+    def __call__(
+        self, tokens: Int[Array, " t"], positions: Int[Array, " t"], cache: Any, attend: Attend
+    ) -> tuple[Float[Array, "t m"], Any]:
+        """Hidden states after the final norm, and the cache with these tokens' keys and values added by `attend`."""
+        x = self.embed(tokens)
+        angles = rope_angles(positions, rope_frequencies(self.config.rope, self.config.head_dim))
+        for block in self.layers:
+            x, cache = block(x, angles, cache, attend)
+        return as_rows(self.norm(x)), cache
+
+    def logits(self, hidden: Float[Array, "t m"]) -> Float[Array, "t v"]:
+        """Float32 logits of hidden states that __call__ returned."""
+        head = self.embed if self.config.tie_embeddings else self.head
+        return head.logits(hidden)
+
+    @staticmethod
+    def move_keys(config: ModelConfig, keys: Float[Array, "t n d"], num_positions: Int[Array, ""]) -> Float[Array, "t n d"]:
+        """Keys as attention stores them, as they would be so many positions further on (below zero: back)."""
+        distances = jnp.broadcast_to(num_positions, keys.shape[:1])
+        return rotate(keys, *rope_angles(distances, rope_frequencies(config.rope, config.head_dim)))
+
+    @staticmethod
+    def partition(path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec:
+        """How the parameter `path` (for example "layers.0.attn.q.weight") is split over the mesh's axis "tensor"."""
+        return by_rule(SPLIT, path, shape, num_shards)

@@ -1,0 +1,98 @@
+"""Every family: its fixture's recorded logits and greedy ids, both spellings of its config, its bytes through an engine that parks."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxkv.engine import Engine
+from jaxkv.models import ModelError, inspect_checkpoint, save_converted
+from jaxkv.models.read_config import read_config
+from jaxkv.request import SamplingParams
+from jaxkv.scheduler import Scheduler
+from tests import exactness
+from tests.cpu import tiny
+from tests.cpu.checkpoints import FIXTURES, TOLERANCE, change_tensors, fixture_copy, load, logits, reference
+
+FIXTURE_NAMES = ("qwen2", "qwen3")
+SPELLINGS = ("config.json", "config.hub.json")
+
+
+@pytest.mark.parametrize("name", FIXTURE_NAMES)
+def test_logits_and_greedy_ids_are_those_of_transformers(name: str) -> None:
+    model, expected = load(FIXTURES / name).model, reference(name)
+    for i in (0, 1):
+        prompt, greedy = expected[f"input_ids_{i}"], expected[f"greedy_{i}"]
+        found = logits(model, np.concatenate([prompt, greedy]))
+        assert np.abs(found[: len(prompt)] - expected[f"logits_{i}"]).max() < TOLERANCE
+        steps = found[len(prompt) - 1 : -1]
+        assert np.abs(steps - expected[f"step_logits_{i}"]).max() < TOLERANCE
+        assert steps.argmax(-1).tolist() == greedy.tolist()
+
+
+@pytest.mark.parametrize("name", FIXTURE_NAMES)
+def test_both_config_spellings_say_the_same(name: str, tmp_path: Path) -> None:
+    new, old = (read_config(json.loads((FIXTURES / name / spelling).read_text())) for spelling in SPELLINGS)
+    assert new == old
+    assert new.dtype == "bfloat16"
+    assert inspect_checkpoint(fixture_copy(name, tmp_path, "config.hub.json")).config == inspect_checkpoint(FIXTURES / name).config
+
+
+@pytest.mark.parametrize("name", FIXTURE_NAMES)
+def test_a_config_comes_back_from_json_as_it_was(name: str) -> None:
+    config = inspect_checkpoint(FIXTURES / name).config
+    assert type(config).from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize("name", FIXTURE_NAMES)
+def test_a_converted_checkpoint_gives_the_same_logits_in_both_layouts(name: str, tmp_path: Path) -> None:
+    tokens, expected = reference(name)["input_ids_0"], load(FIXTURES / name).model
+    for stored in ("float32", "bfloat16"):  # the second is kept the other way round, and turned when loaded
+        converted = load(save_converted(FIXTURES / name, tmp_path / stored, stored))
+        assert logits(converted.model, tokens).tobytes() == logits(expected, tokens).tobytes()
+
+
+@pytest.fixture(scope="module", params=FIXTURE_NAMES)
+def parking(request: pytest.FixtureRequest) -> Iterator[tuple[str, Engine]]:
+    """An engine in float32 that parks every sequence after every three of its tokens."""
+    fields = {"model__path": str(FIXTURES / request.param), "model__dtype": "float32", "pool__tokens": 256, "scheduler__rows": 2}
+    with tiny.engine(**fields, debug__park_every=3) as made:
+        yield request.param, made
+
+
+def test_an_engine_that_parks_every_three_tokens_gives_the_references_greedy_ids_and_logprobs(parking: tuple[str, Engine]) -> None:
+    name, made = parking
+    expected = reference(name)
+    prompts = [expected[f"input_ids_{i}"].tolist() for i in (0, 1)]
+    answers = tiny.run(made, prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True, logprobs=5))
+    for i, answer in enumerate(answers):
+        assert answer.num_parks >= 10
+        assert list(answer.token_ids) == expected[f"greedy_{i}"].tolist()
+        steps = expected[f"step_logits_{i}"].astype(np.float64)
+        logprobs = steps - np.log(np.exp(steps).sum(-1, keepdims=True))
+        assert answer.logprobs is not None
+        found = np.array([entry.logprob for entry in answer.logprobs])
+        assert np.abs(found - logprobs.max(-1)).max() < TOLERANCE
+
+
+def test_parks_and_neighbours_change_no_byte(parking: tuple[str, Engine]) -> None:
+    _, made = parking
+    prompts, params = (list(x) for x in zip(*exactness.subjects(), strict=True))
+    parked = list(map(tiny.content, tiny.run(made, prompts, params)))
+    often, made.scheduler = made.scheduler, Scheduler(replace(made.scheduler.config, park_every=0))
+    assert exactness.answers_alone(made) == parked
+    assert made.scheduler.counters.num_parks == 0
+    made.scheduler = often
+
+
+def test_a_missing_bias_or_head_norm_is_named(tmp_path: Path) -> None:
+    missing = {"qwen2": "model.layers.1.self_attn.k_proj.bias", "qwen3": "model.layers.1.self_attn.k_norm.weight"}
+    for name, key in missing.items():
+        (tmp_path / name).mkdir()
+        folder = fixture_copy(name, tmp_path / name)
+        change_tensors(folder, lambda tensors, key=key: tensors.pop(key))
+        with pytest.raises(ModelError, match=rf"1 missing: {key}$"):
+            inspect_checkpoint(folder)
