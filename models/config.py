@@ -65,8 +65,7 @@ class ModelConfig:
     query_scale: float | None = None  # what scores are multiplied with, where it is not head_dim**-0.5
 
     def __post_init__(self) -> None:
-        if self.num_layers > MAX_LAYERS:
-            raise ModelError(f"model config: {self.num_layers} layers, allowed: at most {MAX_LAYERS}")
+        check_num_layers(self.num_layers)
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly")
         if self.head_dim % 2:
@@ -107,6 +106,12 @@ class ModelConfig:
         if experts := data.get("experts"):
             parts["experts"] = Experts(**{**experts, "dense_layers": tuple(experts["dense_layers"])})
         return cls(**{**data, **parts, "windows": tuple(data.get("windows", ()))})
+
+
+def check_num_layers(num_layers: int) -> None:
+    """Refuse a number that only a damaged file has."""
+    if num_layers > MAX_LAYERS:
+        raise ModelError(f"model config: {num_layers} layers, allowed: at most {MAX_LAYERS}")
 
 
 def read_count(data: Mapping[str, Any], where: str, key: str, default: int | None = None) -> int:

@@ -9,6 +9,7 @@ FAMILIES: dict[str, str] = {
     "llama": "jaxkv.models.llama:Llama",
     "qwen2": "jaxkv.models.qwen2:Qwen2",
     "qwen3": "jaxkv.models.qwen3:Qwen3",
+    "qwen3_moe": "jaxkv.models.qwen3_moe:Qwen3Moe",
 }
 
 

@@ -1,6 +1,7 @@
 """Hugging Face folders: config.json, safetensors (one file or sharded). Their tensor names are in load_hf_names.py."""
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.errors import ModelError
 from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
-from jaxkv.models.load_hf_names import HEAD, IGNORED, tensor_names
+from jaxkv.models.load_hf_names import HEAD, IGNORED, stack_of, tensor_names
 from jaxkv.models.parameters import OnTensor, Stages, Tensor, check_names, check_shapes, hash_files, place_tensors
 from jaxkv.models.read_config import read_config, read_eos_ids
 from jaxkv.models.safetensors_file import Entry, read_header
@@ -44,7 +45,7 @@ class HfFolder:
         """Every parameter's tensor; refuses missing, left-over and misshapen ones."""
         names = tensor_names(self.config)
         check_names(names, self.entries, str(self.path))
-        tensors = [_tensor(key, path, self.entries[key]) for key, path in names.items()]
+        tensors = list(_tensors(names, self.entries))
         check_shapes(self.config, tensors, str(self.path))
         return tensors
 
@@ -96,5 +97,19 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     raise ModelError(f"{path} has neither model.safetensors nor model.safetensors.index.json (other weight formats are not read)")
 
 
-def _tensor(key: str, path: str, entry: Entry) -> Tensor:
-    return Tensor(path, key, entry.shape, entry.read, np.asarray)
+def _tensors(names: Mapping[str, str], entries: Mapping[str, Entry]) -> Iterator[Tensor]:
+    """One for every parameter; those of a stack are read together."""
+    stacks: dict[str, list[str]] = {}
+    for key, path in names.items():
+        if whole := stack_of(path):
+            stacks.setdefault(whole, []).append(key)
+        else:
+            yield Tensor(path, key, entries[key].shape, entries[key].read, np.asarray)
+    for path, keys in stacks.items():
+        yield _stacked(path, keys, [entries[key] for key in keys])
+
+
+def _stacked(path: str, keys: Sequence[str], entries: Sequence[Entry]) -> Tensor:
+    """Named after its first row, or after the first whose shape is another."""
+    odd = next((i for i, entry in enumerate(entries) if entry.shape != entries[0].shape), 0)
+    return Tensor(path, keys[odd], (len(keys), *entries[odd].shape), lambda: np.stack([entry.read() for entry in entries]), np.asarray)

@@ -29,11 +29,37 @@ HEAD_NORM = {
     "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attn.q_norm.scale",
     "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attn.k_norm.scale",
 }
-LAYER = {"llama": PLAIN, "qwen2": PLAIN | BIAS, "qwen3": PLAIN | HEAD_NORM}
+LAYER = {"llama": PLAIN, "qwen2": PLAIN | BIAS, "qwen3": PLAIN | HEAD_NORM, "qwen3_moe": PLAIN | HEAD_NORM}
+ROUTER = {"model.layers.{}.mlp.gate.weight": "layers.{}.mlp.router.weight"}
+EXPERT = {
+    "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.mlp.gate.weight.{}",
+    "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.mlp.up.weight.{}",
+    "model.layers.{}.mlp.experts.{}.down_proj.weight": "layers.{}.mlp.down.weight.{}",
+}
 
 
 def tensor_names(config: ModelConfig) -> dict[str, str]:
-    """Every tensor name a checkpoint of this config has, and the parameter it becomes."""
-    names = TOP if config.tie_embeddings else TOP | HEAD
-    layer = LAYER[config.model_type]
-    return names | {key.format(i): path.format(i) for i in range(config.num_layers) for key, path in layer.items()}
+    """Every tensor name a checkpoint of this config has, and the parameter it becomes.
+
+    A number at the end of a parameter's path is the place in a stack: "layers.0.mlp.up.weight.3" is row 3 of "layers.0.mlp.up.weight".
+    """
+    names = dict(TOP) if config.tie_embeddings else TOP | HEAD
+    for layer in range(config.num_layers):
+        names |= {key.format(layer): path.format(layer) for key, path in _layer_names(config, layer).items()}
+        if experts := config.experts_of(layer):
+            places = range(experts.num_experts)
+            names |= {key.format(layer, place): path.format(layer, place) for key, path in EXPERT.items() for place in places}
+    return names
+
+
+def stack_of(path: str) -> str | None:
+    """The parameter that this path is one row of; None where it is one by itself."""
+    whole, _, last = path.rpartition(".")
+    return whole if last.isdigit() else None
+
+
+def _layer_names(config: ModelConfig, layer: int) -> dict[str, str]:
+    names = LAYER[config.model_type]
+    if config.experts_of(layer) is None:
+        return names
+    return {key: path for key, path in names.items() if ".mlp." not in path} | ROUTER

@@ -78,7 +78,9 @@ class ConvertedFolder:
             turned(path): target for path, target in wanted.items() if path not in stored
         }  # stored for a dtype of the other layout
         asked |= {
-            path: jax.ShapeDtypeStruct(target.shape[::-1], target.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+            path: jax.ShapeDtypeStruct(
+                (*target.shape[:-2], *target.shape[:-3:-1]), target.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+            )
             for path, target in other_way.items()
         }
         with stages.measure("read"):
@@ -86,7 +88,7 @@ class ConvertedFolder:
             jax.block_until_ready(arrays)
         with stages.measure("convert"):
             for path, target in other_way.items():
-                arrays[turned(path)] = jax.device_put(np.asarray(arrays.pop(path)).T.copy(), target.sharding)
+                arrays[turned(path)] = jax.device_put(np.asarray(arrays.pop(path)).swapaxes(-1, -2).copy(), target.sharding)
         return build_model(self.config, dtype, arrays)
 
     def tokenizer(self) -> HfTokenizer | None:

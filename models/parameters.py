@@ -111,7 +111,7 @@ def place_tensors(
             raw = tensor.read()
         with stages.measure("convert"):
             array = tensor.convert(raw).astype(target.dtype, copy=False)
-            array = np.ascontiguousarray(array if path == tensor.path else array.T)
+            array = np.ascontiguousarray(array if path == tensor.path else array.swapaxes(-1, -2))
         with stages.measure("place"):
             arrays[path] = jax.device_put(array, target.sharding)
         if on_tensor is not None:

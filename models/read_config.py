@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jaxkv.models.config import DTYPES, ModelConfig, Rope, read_count
+from jaxkv.models.config import DTYPES, Experts, ModelConfig, Rope, check_num_layers, read_count
 from jaxkv.models.errors import ModelError
 from jaxkv.models.families import check_supported
 
@@ -17,6 +17,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "llama": PLAIN,
     "qwen2": PLAIN | {"use_sliding_window": False},
     "qwen3": PLAIN | {"use_sliding_window": False},
+    "qwen3_moe": PLAIN | {"use_sliding_window": False},
 }
 
 
@@ -41,6 +42,7 @@ def read_config(data: Mapping[str, Any], where: str = "config.json") -> ModelCon
         rope=read_rope(data, where),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         dtype=_read_dtype(data),
+        experts=_read_experts(data, where) if model_type == "qwen3_moe" else None,
     )
 
 
@@ -69,6 +71,21 @@ def read_eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
             raise ModelError(f"eos_token_id: got {bad[0]!r}, allowed: a token id or a list of token ids")
         found.update(ids)
     return frozenset(found)
+
+
+def _read_experts(data: Mapping[str, Any], where: str) -> Experts:
+    """A layer has experts where `mlp_only_layers` does not name it, and of the others every `decoder_sparse_step`-th."""
+    count = partial(read_count, data, where)
+    num_layers, step = count("num_hidden_layers"), count("decoder_sparse_step", 1)
+    check_num_layers(num_layers)
+    named = data.get("mlp_only_layers") or []
+    return Experts(
+        num_experts=count("num_local_experts" if data.get("num_experts") is None else "num_experts"),
+        num_chosen=count("num_experts_per_tok"),
+        ffn_dim=count("moe_intermediate_size"),
+        rescale=bool(data.get("norm_topk_prob", False)),
+        dense_layers=tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step),
+    )
 
 
 def _read_dtype(data: Mapping[str, Any]) -> str:

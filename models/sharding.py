@@ -28,7 +28,7 @@ def by_rule(split: Mapping[str, Side], path: str, shape: tuple[int, ...], num_sh
     layout = _LAYOUTS.get(kind, ())
     if side not in layout or num_shards == 1:
         return PartitionSpec()
-    axis = layout.index(side)
+    axis = len(shape) - len(layout) + layout.index(side)  # experts are stacked along an axis of their own, the first
     if shape[axis] % num_shards:
         return PartitionSpec()
     return PartitionSpec(*(AXIS if i == axis else None for i in range(len(shape))))
@@ -36,7 +36,7 @@ def by_rule(split: Mapping[str, Side], path: str, shape: tuple[int, ...], num_sh
 
 def allowed_meshes(config: ModelConfig) -> list[int]:
     """The device counts this model can be split over."""
-    dims = (config.num_heads, config.num_kv_heads, config.ffn_dim)
+    dims = (config.num_heads, config.num_kv_heads, config.ffn_dim, *((config.experts.ffn_dim,) if config.experts else ()))
     return [n for n in range(1, config.num_kv_heads + 1) if all(dim % n == 0 for dim in dims)]
 
 
@@ -44,7 +44,8 @@ def check_mesh(config: ModelConfig, num_shards: int) -> None:
     """Refuse a mesh that does not divide the heads or the feed-forward dim, naming what would."""
     allowed = allowed_meshes(config)
     if num_shards not in allowed:
+        experts = f" and {config.experts.ffn_dim} of its experts" if config.experts else ""
         raise ModelError(
             f"mesh.tensor = {num_shards} must divide this model's {config.num_heads} query heads, {config.num_kv_heads} kv heads and "
-            f"feed-forward dim {config.ffn_dim}; allowed: {', '.join(map(str, allowed))}"
+            f"feed-forward dim {config.ffn_dim}{experts}; allowed: {', '.join(map(str, allowed))}"
         )
