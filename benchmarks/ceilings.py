@@ -86,7 +86,7 @@ def products(engine: Engine, num_tokens: int, num_logits: int) -> Callable[[], N
     parts = engine.parts
     weights, rebuild = take_apart(parts.checkpoint.model)
 
-    def attend(layer: int, q: Array, k: Array, v: Array, cache: Any, *, scale: float) -> tuple[Array, Any]:
+    def attend(layer: int, q: Array, k: Array, v: Array, cache: Any, *, scale: float, window: int | None = None) -> tuple[Array, Any]:
         t, h, d = q.shape
         mixed = q.reshape(t, k.shape[1], -1, d) + (k + v)[:, :, None]
         return mixed.reshape(t, h, d), cache

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.pool import LayerPages, PoolArrays, PoolLayout, decode, encode
-from jaxkv.work_list import MASKED, Partials, attend_listed, list_work
+from jaxkv.work_list import MASKED, Partials, Work, attend_listed, list_work
 
 BLOCK_TOKENS = 64  # keys per block; a longer page is a block of its own
 
@@ -53,18 +53,33 @@ def paged_attend(layout: PoolLayout, table: Int[Array, "n w"], positions: Int[Ar
     page = jnp.where(valid, page, 0).reshape(n * c)
     cell = (positions % layout.page_size).reshape(n * c)
     blocks = table.reshape(n, -1, pages_per_block(layout.page_size))
-    work = None if c > 1 else list_work(positions[:, 0], valid[:, 0], blocks.shape[1], blocks.shape[2] * layout.page_size)
+
+    def work_of(window: int | None) -> Work:
+        return list_work(positions[:, 0], valid[:, 0], blocks.shape[1], blocks.shape[2] * layout.page_size, window)
+
+    works: dict[int | None, Work] = {None: work_of(None)} if c == 1 else {}  # by window; one list serves all layers that have it
 
     def attend(
-        layer: int, q: Float[Array, "t h d"], k: Float[Array, "t k d"], v: Float[Array, "t k d"], cache: PagedCache, *, scale: float
+        layer: int,
+        q: Float[Array, "t h d"],
+        k: Float[Array, "t k d"],
+        v: Float[Array, "t k d"],
+        cache: PagedCache,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> tuple[Array, PagedCache]:
         with jax.named_scope("write"):
             pages = write_cells(cache.pool[layer], k, v, page, cell, layout)
         with jax.named_scope("attend"):
-            if work is None:
-                out, partials = attend_blocks(q.reshape(n, c, *q.shape[1:]), pages, table, positions, layout, scale), cache.partials
+            if c > 1:
+                first = 0 if window is None else jnp.maximum(jnp.where(valid, positions, positions.max()).min() - window + 1, 0)
+                q_rows = q.reshape(n, c, *q.shape[1:])
+                out, partials = attend_blocks(q_rows, pages, table, positions, layout, scale, window, first), cache.partials
             else:
-                out, partials = attend_listed(q, pages, blocks, positions[:, 0], work, cache.partials, layout, scale)
+                if window not in works:
+                    works[window] = work_of(window)
+                out, partials = attend_listed(q, pages, blocks, positions[:, 0], works[window], cache.partials, layout, scale, window)
         return out.reshape(q.shape).astype(q.dtype), PagedCache([*cache.pool[:layer], pages, *cache.pool[layer + 1 :]], partials)
 
     return attend
@@ -78,12 +93,19 @@ def write_cells(pages: LayerPages, k: Array, v: Array, page: Array, cell: Array,
 
 
 def attend_blocks(
-    q: Float[Array, "n c h d"], pages: LayerPages, table: Int[Array, "n w"], positions: Int[Array, "n c"], layout: PoolLayout, scale: float
+    q: Float[Array, "n c h d"],
+    pages: LayerPages,
+    table: Int[Array, "n w"],
+    positions: Int[Array, "n c"],
+    layout: PoolLayout,
+    scale: float,
+    window: int | None = None,
+    first: Array | int = 0,
 ) -> Float[Array, "n c h d"]:
     """Causal attention with the online softmax (Milakov and Gimelshein, 2018), one block of keys a turn, for as long as the longest needs.
 
-    A block beyond a sequence's own end changes nothing, bit for bit: every weight is 0, the running maximum stays, and x * 1 + 0 is x.
-    So the number of turns may depend on the neighbours while no result does.
+    A block beyond a sequence's own end, or before a token's window, changes nothing, bit for bit: every weight is 0, the running maximum
+    stays, and x * 1 + 0 is x. So the turns may depend on the neighbours while no result does. `first` is the first position anybody sees.
     """
     n, c, h, d = q.shape
     num_kv = layout.num_kv_heads
@@ -101,7 +123,8 @@ def attend_blocks(
         top, total, out = carry
         ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
         score = jnp.einsum("nkqd,nksd->nkqs", q, read(pages[0], ids), precision=lax.Precision.HIGHEST)
-        seen = (i * block + jnp.arange(block))[None, None, None, :] <= last
+        at = (i * block + jnp.arange(block))[None, None, None, :]
+        seen = at <= last if window is None else (at <= last) & (at > last - window)
         new_top = jnp.maximum(top, jnp.where(seen, score, MASKED).max(-1))
         weight = jnp.where(seen, jnp.exp(score - new_top[..., None]), 0.0)
         fade = jnp.exp(top - new_top)
@@ -109,6 +132,8 @@ def attend_blocks(
         return new_top, total * fade + weight.sum(-1), out * fade[..., None] + value
 
     start = (jnp.full(q.shape[:3], MASKED), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape))
-    _, total, out = lax.fori_loop(0, positions.max() // block + 1, turn, start)
+    _, total, out = lax.fori_loop(first // block, positions.max() // block + 1, turn, start)
+    if window is not None:
+        total = jnp.where(total > 0, total, 1.0)  # padding may see nothing: zeros, not NaN
     out = out / total[..., None]
     return out.reshape(n, num_kv, c, g, d).transpose(0, 2, 1, 3, 4).reshape(n, c, h, d)

@@ -23,18 +23,18 @@ from jaxkv.scheduler import BadShift, ContextShift, SchedulerConfig, Shift, whol
 
 ROTATE_PAGES = 16  # pages turned by one run of the program
 
-MoveKeys = Callable[[Float[Array, "k z d"], Int[Array, ""]], Float[Array, "k z d"]]
+MoveKeys = Callable[[int, Float[Array, "k z d"], Int[Array, ""]], Float[Array, "k z d"]]
 
 
 def rotate_step(move_keys: MoveKeys, layout: PoolLayout) -> Callable[..., PoolArrays]:
     """Pages whose keys move by so many positions, and land in other pages or, mostly, in the same; padding ids lie beyond the pool."""
 
     def rotate(pool: PoolArrays, sources: Int[Array, " p"], targets: Int[Array, " p"], distance: Int[Array, ""]) -> PoolArrays:
-        def turned(keys: Array) -> Array:
+        def turned(layer: int, keys: Array) -> Array:
             cells = decode(jnp.take(keys, sources, axis=0, mode="clip"), layout)
-            return encode(jax.vmap(lambda page: move_keys(page, distance))(cells), layout)
+            return encode(jax.vmap(lambda page: move_keys(layer, page, distance))(cells), layout)
 
-        moved = [(turned(keys), jnp.take(values, sources, axis=0, mode="clip")) for keys, values in pool]
+        moved = [(turned(i, keys), jnp.take(values, sources, axis=0, mode="clip")) for i, (keys, values) in enumerate(pool)]
         return [
             (keys.at[targets].set(new_keys, mode="drop"), values.at[targets].set(new_values, mode="drop"))
             for (keys, values), (new_keys, new_values) in zip(pool, moved, strict=True)
@@ -87,4 +87,4 @@ def key_mover(model_class: Any, model_config: Any) -> MoveKeys | None:
     """How a family moves its keys; None where it cannot. The result holds on to the class, whose name a program's key can tell."""
     if not hasattr(model_class, "move_keys"):
         return None
-    return lambda keys, distance: model_class.move_keys(model_config, keys, distance)
+    return lambda layer, keys, distance: model_class.move_keys(model_config, layer, keys, distance)

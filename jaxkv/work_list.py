@@ -47,17 +47,21 @@ def items_per_turn(num_rows: int) -> int:
     return min(2 * num_rows, max(MOST_ITEMS, num_rows))
 
 
-def list_work(positions: Int[Array, " b"], active: Bool[Array, " b"], max_blocks: int, block: int) -> Work:
-    """All blocks of all active rows, row by row; the same for every layer of a step."""
+def list_work(positions: Int[Array, " b"], active: Bool[Array, " b"], max_blocks: int, block: int, window: int | None = None) -> Work:
+    """All blocks of all active rows, row by row; the same for every layer of a step. With a window, those that it reaches into:
+    position 130, window 16, blocks of 64: only block 1, for tokens 115 to 127, and block 2."""
     (b,) = positions.shape
     items = items_per_turn(b)
     num_turns = -(-b * max_blocks // items)
     num_blocks = jnp.where(active, positions // block + 1, 0).astype(jnp.int32)
+    before = None if window is None else jnp.where(active, jnp.maximum(positions - window + 1, 0) // block, 0).astype(jnp.int32)
+    if before is not None:
+        num_blocks = num_blocks - before
     ends = jnp.cumsum(num_blocks)
     first = ends - num_blocks
     place = jnp.arange(num_turns * items, dtype=jnp.int32)
     rows = jnp.minimum(jnp.searchsorted(ends, place, side="right"), b - 1).astype(jnp.int32)
-    blocks = jnp.minimum(place - first[rows], max_blocks - 1)
+    blocks = jnp.minimum(place - first[rows] if before is None else place - first[rows] + before[rows], max_blocks - 1)
     return Work(rows.reshape(num_turns, items), blocks.reshape(num_turns, items), -(-ends[-1] // items), first, num_blocks)
 
 
@@ -70,6 +74,7 @@ def attend_listed(
     partials: Partials | None,
     layout: PoolLayout,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Float[Array, "b h d"], Partials]:
     """Causal attention of one query per row over its pages; `blocks` are the block tables, cut into blocks of pages.
 
@@ -80,7 +85,7 @@ def attend_listed(
     k = layout.num_kv_heads
     g = h // k  # query head i reads kv head i // g
     q = (q.astype(jnp.float32) * scale).reshape(b, k, g, d)
-    partials = _attend_items(q, pages, blocks, positions, work, partials or _room(work, k, g, d), layout)
+    partials = _attend_items(q, pages, blocks, positions, work, partials or _room(work, k, g, d), layout, window)
     return _merge(partials, work).reshape(b, h, d), partials
 
 
@@ -97,6 +102,7 @@ def _attend_items(
     work: Work,
     partials: Partials,
     layout: PoolLayout,
+    window: int | None,
 ) -> Partials:
     """The partial softmax of every item of the list."""
     items, block = work.rows.shape[1], blocks.shape[2] * layout.page_size
@@ -111,6 +117,8 @@ def _attend_items(
         ids = blocks[row, at]
         score = jnp.einsum("ikgd,iksd->ikgs", q[row], read(pages[0], ids), precision=lax.Precision.HIGHEST)
         seen = (at[:, None] * block + jnp.arange(block)[None] <= positions[row][:, None])[:, None, None, :]
+        if window is not None:
+            seen &= (at[:, None] * block + jnp.arange(block)[None] > positions[row][:, None] - window)[:, None, None, :]
         top = jnp.where(seen, score, MASKED).max(-1)
         weight = jnp.where(seen, jnp.exp(score - top[..., None]), 0.0)
         value = jnp.einsum("ikgs,iksd->ikgd", weight, read(pages[1], ids), precision=lax.Precision.HIGHEST)

@@ -42,21 +42,28 @@ SPLIT: dict[str, Side] = {
 }
 
 
+def stream_norm(config: ModelConfig, dtype: jnp.dtype, *, plus_one: bool = False) -> RMSNorm:
+    """A norm over the features of the stream."""
+    return RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype), plus_one=plus_one)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; query head i reads kv head i // (h / k).
 
-    `bias`: q, k and v have one. `head_norm`: each head of q and k is normalised before it is turned.
+    `bias`: q, k and v have one. `head_norm`: each head of q and k is normalised before it is turned (`plus_one`: times 1 + scale).
     """
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, *, bias: bool = False, head_norm: bool = False):
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: jnp.dtype, *, bias: bool = False, head_norm: bool = False, plus_one: bool = False
+    ):
         m, h, k, d = config.hidden_dim, config.num_heads, config.num_kv_heads, config.head_dim
-        self.layer, self.head_dim = layer, d
+        self.layer, self.head_dim, self.scale, self.window = layer, d, config.scale, config.window_of(layer)
         self.q = Linear(m, h * d, dtype, bias=bias)
         self.k = Linear(m, k * d, dtype, bias=bias)
         self.v = Linear(m, k * d, dtype, bias=bias)
         self.o = Linear(h * d, m, dtype)
-        self.q_norm = RMSNorm(d, config.norm_eps, dtype) if head_norm else None
-        self.k_norm = RMSNorm(d, config.norm_eps, dtype) if head_norm else None
+        self.q_norm = RMSNorm(d, config.norm_eps, dtype, plus_one=plus_one) if head_norm else None
+        self.k_norm = RMSNorm(d, config.norm_eps, dtype, plus_one=plus_one) if head_norm else None
 
     def __call__(self, x: Float[Array, "..."], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "..."], Any]:
         d = self.head_dim
@@ -66,7 +73,7 @@ class Attention(nnx.Module):
             return rotate(heads if norm is None else norm(heads), *angles)
 
         q, k, v = turned(self.q, self.q_norm), turned(self.k, self.k_norm), split_heads(self.v(x), d)
-        out, cache = attend(self.layer, q, k, v, cache, scale=d**-0.5)
+        out, cache = attend(self.layer, q, k, v, cache, scale=self.scale, window=self.window)
         return self.o(join_heads(out.astype(x.dtype))), cache
 
 
@@ -74,9 +81,9 @@ class Block(nnx.Module):
     """One decoder layer: x + attention(norm x), then x + mlp(norm x)."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: Attention, mlp: nnx.Module):
-        self.attn_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype))
+        self.attn_norm = stream_norm(config, dtype)
         self.attn = attention
-        self.mlp_norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype))
+        self.mlp_norm = stream_norm(config, dtype)
         self.mlp = mlp
 
     def __call__(self, x: Float[Array, "..."], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "..."], Any]:
@@ -88,16 +95,18 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, blocks, a last norm, an output head."""
 
+    plus_one = False  # whether the last norm multiplies with one more than its scale
+
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_dim, dtype)
         self.layers = nnx.List([self.make_block(config, layer, dtype) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, dtype, stream_axis(dtype))
+        self.norm = stream_norm(config, dtype, plus_one=self.plus_one)
         if not config.tie_embeddings:
             self.head = Embedding(config.vocab_size, config.hidden_dim, dtype)
 
     @staticmethod
-    def make_block(config: ModelConfig, layer: int, dtype: jnp.dtype) -> Block:
+    def make_block(config: ModelConfig, layer: int, dtype: jnp.dtype) -> nnx.Module:
         """The layer with this number: where families differ."""
         return Block(config, dtype, Attention(config, layer, dtype), GatedMLP(config.hidden_dim, config.ffn_dim, dtype))
 
@@ -105,11 +114,15 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, " t"], positions: Int[Array, " t"], cache: Any, attend: Attend
     ) -> tuple[Float[Array, "t m"], Any]:
         """Hidden states after the final norm, and the cache with these tokens' keys and values added by `attend`."""
-        x = self.embed(tokens)
-        angles = rope_angles(positions, rope_frequencies(self.config.rope, self.config.head_dim))
-        for block in self.layers:
-            x, cache = block(x, angles, cache, attend)
+        x, ropes = self.embedded(tokens), [self.config.rope_of(layer) for layer in range(self.config.num_layers)]
+        angles = {rope: rope_angles(positions, rope_frequencies(rope, self.config.head_dim)) for rope in dict.fromkeys(ropes)}
+        for block, rope in zip(self.layers, ropes, strict=True):
+            x, cache = block(x, angles[rope], cache, attend)
         return as_rows(self.norm(x)), cache
+
+    def embedded(self, tokens: Int[Array, " t"]) -> Float[Array, "..."]:
+        """The stream as the first layer gets it."""
+        return self.embed(tokens)
 
     def logits(self, hidden: Float[Array, "t m"]) -> Float[Array, "t v"]:
         """Float32 logits of hidden states that __call__ returned."""
@@ -117,10 +130,10 @@ class Decoder(nnx.Module):
         return head.logits(hidden)
 
     @staticmethod
-    def move_keys(config: ModelConfig, keys: Float[Array, "t n d"], num_positions: Int[Array, ""]) -> Float[Array, "t n d"]:
-        """Keys as attention stores them, as they would be so many positions further on (below zero: back)."""
+    def move_keys(config: ModelConfig, layer: int, keys: Float[Array, "t n d"], num_positions: Int[Array, ""]) -> Float[Array, "t n d"]:
+        """A layer's keys as attention stores them, as they would be so many positions further on (below zero: back)."""
         distances = jnp.broadcast_to(num_positions, keys.shape[:1])
-        return rotate(keys, *rope_angles(distances, rope_frequencies(config.rope, config.head_dim)))
+        return rotate(keys, *rope_angles(distances, rope_frequencies(config.rope_of(layer), config.head_dim)))
 
     @staticmethod
     def partition(path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec:

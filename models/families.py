@@ -6,7 +6,9 @@ from typing import Any
 from jaxkv.models.errors import ModelError
 
 FAMILIES: dict[str, str] = {
+    "gemma3_text": "jaxkv.models.gemma3_text:Gemma3Text",
     "llama": "jaxkv.models.llama:Llama",
+    "mistral": "jaxkv.models.mistral:Mistral",
     "qwen2": "jaxkv.models.qwen2:Qwen2",
     "qwen3": "jaxkv.models.qwen3:Qwen3",
     "qwen3_moe": "jaxkv.models.qwen3_moe:Qwen3Moe",

@@ -11,11 +11,19 @@ class Attend(Protocol):
     """Attention as an argument: stores the new keys and values in `cache`, attends, and returns the new cache.
 
     The cache is opaque to the model. The t tokens are one token of each of t rows, or a run of one sequence; only the attend function
-    knows which.
+    knows which. With a window of w a token sees itself and the w - 1 before it.
     """
 
     def __call__(
-        self, layer: int, q: Float[Array, "t h d"], k: Float[Array, "t k d"], v: Float[Array, "t k d"], cache: Any, *, scale: float
+        self,
+        layer: int,
+        q: Float[Array, "t h d"],
+        k: Float[Array, "t k d"],
+        v: Float[Array, "t k d"],
+        cache: Any,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> tuple[Float[Array, "t h d"], Any]: ...
 
 
@@ -23,7 +31,7 @@ class Attend(Protocol):
 class LanguageModel(Protocol):
     """Every family's module: hidden states and cache from tokens, logits from hidden states.
 
-    A family whose keys simply turn with their position may also have `move_keys` (as `Llama` does); without it no context can shift.
+    A family whose keys simply turn with their position may also have `move_keys` (as `Decoder` does); without it no context can shift.
     """
 
     def __call__(

@@ -29,7 +29,19 @@ HEAD_NORM = {
     "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attn.q_norm.scale",
     "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attn.k_norm.scale",
 }
-LAYER = {"llama": PLAIN, "qwen2": PLAIN | BIAS, "qwen3": PLAIN | HEAD_NORM, "qwen3_moe": PLAIN | HEAD_NORM}
+SANDWICH = {
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.attn_out_norm.scale",
+    "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.mlp_norm.scale",
+    "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_out_norm.scale",
+}
+LAYER = {
+    "gemma3_text": PLAIN | HEAD_NORM | SANDWICH,
+    "llama": PLAIN,
+    "mistral": PLAIN,
+    "qwen2": PLAIN | BIAS,
+    "qwen3": PLAIN | HEAD_NORM,
+    "qwen3_moe": PLAIN | HEAD_NORM,
+}
 ROUTER = {"model.layers.{}.mlp.gate.weight": "layers.{}.mlp.router.weight"}
 EXPERT = {
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.mlp.gate.weight.{}",

@@ -3,7 +3,7 @@
 Older: `torch_dtype`, `rope_theta` with `rope_scaling`. Newer (transformers 5): `dtype`, `rope_parameters`. Both are read for every family.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,34 @@ from jaxkv.models.families import check_supported
 # Options that some members of a family use and that we do not compute: what they may say, if they are there at all.
 PLAIN: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 REFUSED: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "attention_bias": False,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
     "llama": PLAIN,
-    "qwen2": PLAIN | {"use_sliding_window": False},
-    "qwen3": PLAIN | {"use_sliding_window": False},
+    "mistral": PLAIN,
+    "qwen2": PLAIN,
+    "qwen3": PLAIN,
     "qwen3_moe": PLAIN | {"use_sliding_window": False},
 }
+# What a family's config leaves out where it is what its class in transformers has. Gemma's own files do.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    }
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -26,8 +49,10 @@ def read_config(data: Mapping[str, Any], where: str = "config.json") -> ModelCon
     model_type = str(data.get("model_type"))
     check_supported(model_type, where)
     _refuse_variants(data, where)
+    data = {**DEFAULTS.get(model_type, {}), **data}
     count = partial(read_count, data, where)
-    num_heads = count("num_attention_heads")
+    num_heads, query_scalar = count("num_attention_heads"), data.get("query_pre_attn_scalar")
+    rope, window_rope = _read_ropes(data, where)
     return ModelConfig(
         model_type=model_type,
         vocab_size=count("vocab_size"),
@@ -39,10 +64,13 @@ def read_config(data: Mapping[str, Any], where: str = "config.json") -> ModelCon
         ffn_dim=count("intermediate_size"),
         max_position=count("max_position_embeddings"),
         norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(data, where),
+        rope=rope,
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         dtype=_read_dtype(data),
         experts=_read_experts(data, where) if model_type == "qwen3_moe" else None,
+        windows=_read_windows(data, where),
+        window_rope=window_rope,
+        query_scale=None if query_scalar is None else float(query_scalar) ** -0.5,
     )
 
 
@@ -71,6 +99,47 @@ def read_eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
             raise ModelError(f"eos_token_id: got {bad[0]!r}, allowed: a token id or a list of token ids")
         found.update(ids)
     return frozenset(found)
+
+
+def _read_ropes(data: Mapping[str, Any], where: str) -> tuple[Rope, Rope | None]:
+    """Of the layers that see everything and, where it is another, of those with a window: in Gemma, under `rope_parameters` one for each
+    kind of layer, or under `rope_local_base_freq`."""
+    nested = data.get("rope_parameters") or {}
+    if FULL in nested:
+        full, sliding = (read_rope({**data, "rope_parameters": nested[kind]}, where) for kind in (FULL, SLIDING))
+        return full, sliding
+    local = data.get("rope_local_base_freq")
+    return read_rope(data, where), None if local is None else Rope(float(local))
+
+
+def _read_windows(data: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
+    """Per layer the window; nothing where no layer has one. `layer_types` says it, else each family's own rule."""
+    count = partial(read_count, data, where)
+    num_layers, rule = count("num_hidden_layers"), _slides(data, where)
+    check_num_layers(num_layers)
+    if rule is None:
+        return ()
+    kinds = data.get("layer_types") or [SLIDING if rule(layer) else FULL for layer in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= {FULL, SLIDING}:
+        raise ModelError(f"{where}: layer_types must say {FULL!r} or {SLIDING!r} for each of {num_layers} layers, got {kinds}")
+    if SLIDING not in kinds:
+        return ()
+    window = count("sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _slides(data: Mapping[str, Any], where: str) -> Callable[[int], bool] | None:
+    """Which layers have a window where `layer_types` does not say it; None where none has."""
+    model_type = data["model_type"]
+    if model_type == "mistral" and data.get("sliding_window") is not None:
+        return lambda layer: True
+    if model_type in ("qwen2", "qwen3") and data.get("use_sliding_window") and data.get("sliding_window") is not None:
+        first = data.get("max_window_layers", 28)
+        return lambda layer: layer >= first
+    if model_type == "gemma3_text":
+        pattern = read_count(data, where, "sliding_window_pattern", data.get("_sliding_window_pattern") or 6)
+        return lambda layer: (layer + 1) % pattern != 0
+    return None
 
 
 def _read_experts(data: Mapping[str, Any], where: str) -> Experts:

@@ -17,7 +17,7 @@ from tests import exactness
 from tests.cpu import tiny
 from tests.cpu.checkpoints import FIXTURES, TOLERANCE, change_tensors, fixture_copy, load, logits, reference
 
-FIXTURE_NAMES = ("qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed")
+FIXTURE_NAMES = ("qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "mistral", "gemma3", "gemma3_linear")
 SPELLINGS = ("config.json", "config.hub.json")
 
 

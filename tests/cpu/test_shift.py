@@ -84,7 +84,7 @@ def test_every_kind_of_rotary_embedding_moves_by_its_own_frequencies(rope: Rope)
     plain = jnp.asarray(np.random.default_rng(2).normal(size=(5, 2, 16)).astype(np.float32))
     freq = rope_frequencies(rope, 16)
     there, here = (rotate(plain, *rope_angles(at + jnp.arange(5), freq)) for at in (70, 30))
-    moved = Llama.move_keys(moved_config, there, jnp.int32(-40))
+    moved = Llama.move_keys(moved_config, 0, there, jnp.int32(-40))
     np.testing.assert_allclose(moved, here, atol=1e-5)
     assert float(jnp.abs(there - here).max()) > 0.5
 
@@ -99,7 +99,7 @@ class Reference:
         half = model.config.head_dim // 2
         self.freq = model.config.rope.theta ** (-np.arange(half) / half)
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, cache: Any, *, scale: float) -> tuple[Any, Any]:
+    def attend(self, layer: int, q: Any, k: Any, v: Any, cache: Any, *, scale: float, window: int | None = None) -> tuple[Any, Any]:
         self.keys[layer].append(np.asarray(k[0], np.float64))
         self.values[layer].append(np.asarray(v[0], np.float64))
         keys, values = np.stack(self.keys[layer]), np.stack(self.values[layer])
