@@ -116,7 +116,8 @@ def _read_config(file: GgufFile) -> ModelConfig:
     meta, where = file.metadata, str(file.path)
     arch = meta.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise ModelError(f"{where}: GGUF architecture {arch!r} is not supported; supported are: {', '.join(ARCHITECTURES)}")
+        known = f"supported are: {', '.join(ARCHITECTURES)} (for other families use a Hugging Face folder)"
+        raise ModelError(f"{where}: GGUF architecture {arch!r} is not supported; {known}")
 
     def count(key: str, default: int | None = None) -> int:
         return read_count(meta, where, f"{arch}.{key}", default)

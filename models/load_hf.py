@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.errors import ModelError
 from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
-from jaxkv.models.load_hf_names import HEAD, IGNORED, stack_of, tensor_names
+from jaxkv.models.load_hf_names import HEAD, IGNORED, stack_of, tensor_names, text_names
 from jaxkv.models.parameters import OnTensor, Stages, Tensor, check_names, check_shapes, hash_files, place_tensors
-from jaxkv.models.read_config import read_config, read_eos_ids
+from jaxkv.models.read_config import WRAPPED, read_config, read_eos_ids
 from jaxkv.models.safetensors_file import Entry, read_header
 
 
@@ -66,10 +66,12 @@ def open_hf(path: Path) -> HfFolder:
     config = read_config(config_json, str(path / "config.json"))
     files = _weight_files(path)
     entries = {name: entry for file in files for name, entry in read_header(file).items() if not name.endswith(IGNORED)}
+    if config_json.get("model_type") in WRAPPED:
+        entries = {name: entries[key] for key, name in text_names(entries).items()}
     # What is in the file decides whether embeddings are tied, unless the config says outright that they are not.
     has_head = HEAD.keys() <= entries.keys()
     tied = not has_head and config_json.get("tie_word_embeddings") is not False
-    eos_ids = read_eos_ids(config_json, read_json(generation) if generation.exists() else {})
+    eos_ids = read_eos_ids(config_json, config_json.get("text_config") or {}, read_json(generation) if generation.exists() else {})
     return HfFolder(path, config.with_tied(tied), eos_ids, files, entries)
 
 

@@ -3,10 +3,13 @@
 Weights are [out, in]; "{}" is the number of the layer.
 """
 
+from collections.abc import Iterable
+
 from jaxkv.models.config import ModelConfig
 
 TOP = {"model.embed_tokens.weight": "embed.table", "model.norm.weight": "norm.scale"}
 HEAD = {"lm_head.weight": "head.table"}
+PICTURES = ("vision_tower.", "multi_modal_projector.")  # parts of models that also see pictures
 IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and that follow from the config
 
 PLAIN = {
@@ -62,6 +65,15 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
             places = range(experts.num_experts)
             names |= {key.format(layer, place): path.format(layer, place) for key, path in EXPERT.items() for place in places}
     return names
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """The tensors of the text part of a model that also sees pictures: name in the file, and its name in a model of text alone.
+
+    Released files say language_model.model.norm.weight, those of transformers 5 model.language_model.norm.weight.
+    """
+    text = (name for name in names if not name.removeprefix("model.").startswith(PICTURES))
+    return {name: name.replace("language_model.model.", "model.").replace("language_model.", "") for name in text}
 
 
 def stack_of(path: str) -> str | None:

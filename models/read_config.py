@@ -41,11 +41,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 1e4,
     }
 }
+WRAPPED = {"gemma3": "gemma3_text"}  # models that also see pictures, and the family of their text part
+OUTER = ("dtype", "torch_dtype", "tie_word_embeddings")  # what such a model's config may say outside its `text_config`
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """A ModelConfig from the contents of a config.json."""
+    """A ModelConfig from the contents of a config.json; of a model that also sees pictures that of its text part."""
+    if data.get("model_type") in WRAPPED:
+        outer = {key: data[key] for key in OUTER if key in data}
+        data = {**outer, **data.get("text_config", {}), "model_type": WRAPPED[data["model_type"]]}
     model_type = str(data.get("model_type"))
     check_supported(model_type, where)
     _refuse_variants(data, where)

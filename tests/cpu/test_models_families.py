@@ -15,7 +15,7 @@ from jaxkv.request import SamplingParams
 from jaxkv.scheduler import Scheduler
 from tests import exactness
 from tests.cpu import tiny
-from tests.cpu.checkpoints import FIXTURES, TOLERANCE, change_tensors, fixture_copy, load, logits, reference
+from tests.cpu.checkpoints import FIXTURES, TOLERANCE, change_tensors, fixture_copy, load, logits, reference, write_json
 
 FIXTURE_NAMES = ("qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "mistral", "gemma3", "gemma3_linear")
 SPELLINGS = ("config.json", "config.hub.json")
@@ -96,3 +96,24 @@ def test_a_missing_bias_or_head_norm_is_named(tmp_path: Path) -> None:
         change_tensors(folder, lambda tensors, key=key: tensors.pop(key))
         with pytest.raises(ModelError, match=rf"1 missing: {key}$"):
             inspect_checkpoint(folder)
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+def test_of_a_gemma_that_also_sees_pictures_the_text_part_is_read(tmp_path: Path, layout: str) -> None:
+    """Released files have the first layout, those that transformers 5 writes the second."""
+    folder = fixture_copy("gemma3", tmp_path)
+    text = json.loads((folder / "config.json").read_text())
+    text.pop("dtype")
+    write_json(folder / "config.json", {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}})
+
+    def wrap(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.", layout)] = tensors.pop(name)
+        picture = "model.vision_tower" if layout.startswith("model.") else "vision_tower"
+        tensors[f"{picture}.vision_model.encoder.layers.0.mlp.fc1.bias"] = np.zeros(4, np.float32)
+
+    change_tensors(folder, wrap)
+    found, plain = load(folder), load(FIXTURES / "gemma3")
+    assert (found.config, found.eos_ids) == (plain.config, plain.eos_ids)
+    tokens = reference("gemma3")["input_ids_0"]
+    assert logits(found.model, tokens).tobytes() == logits(plain.model, tokens).tobytes()
