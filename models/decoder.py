@@ -4,6 +4,7 @@ A family's own file says how its blocks differ (`make_block`). Between embedding
 layers like it for the dtype; heads are always [t, n, d].
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -77,10 +78,13 @@ class Attention(nnx.Module):
         return self.o(join_heads(out.astype(x.dtype))), cache
 
 
+Layer = Callable[[Array, tuple[Array, Array], Any, Attend], tuple[Array, Any]]
+
+
 class Block(nnx.Module):
     """One decoder layer: x + attention(norm x), then x + mlp(norm x)."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: Attention, mlp: nnx.Module):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: Attention, mlp: Callable[[Array], Array]):
         self.attn_norm = stream_norm(config, dtype)
         self.attn = attention
         self.mlp_norm = stream_norm(config, dtype)
@@ -106,7 +110,7 @@ class Decoder(nnx.Module):
             self.head = Embedding(config.vocab_size, config.hidden_dim, dtype)
 
     @staticmethod
-    def make_block(config: ModelConfig, layer: int, dtype: jnp.dtype) -> nnx.Module:
+    def make_block(config: ModelConfig, layer: int, dtype: jnp.dtype) -> Layer:
         """The layer with this number: where families differ."""
         return Block(config, dtype, Attention(config, layer, dtype), GatedMLP(config.hidden_dim, config.ffn_dim, dtype))
 

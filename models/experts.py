@@ -97,7 +97,9 @@ class ExpertMLP(nnx.Module):
 
         start = jnp.zeros((tiles.tokens.size, rows.shape[1]), jnp.float32)
         done = lax.fori_loop(0, tiles.num_tiles, turn, start)
-        total = sum(weights[:, j, None] * jnp.take(done, tiles.places[:, j], axis=0, mode="clip") for j in range(self.experts.num_chosen))
+        total = jnp.zeros(rows.shape, jnp.float32)
+        for j in range(self.experts.num_chosen):
+            total += weights[:, j, None] * jnp.take(done, tiles.places[:, j], axis=0, mode="clip")
         return (total.T if columns else total).astype(x.dtype)
 
     def route(self, x: Float[Array, "..."]) -> tuple[Float[Array, "t c"], Int[Array, "t c"]]:

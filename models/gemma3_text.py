@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Attention, Decoder, stream_norm
+from jaxkv.models.decoder import Attention, Decoder, Layer, stream_norm
 from jaxkv.models.interface import Attend
 from jaxkv.models.layers import GatedMLP
 
@@ -39,7 +39,7 @@ class Gemma3Text(Decoder):
     plus_one = True
 
     @staticmethod
-    def make_block(config: ModelConfig, layer: int, dtype: jnp.dtype) -> nnx.Module:
+    def make_block(config: ModelConfig, layer: int, dtype: jnp.dtype) -> Layer:
         return Block(config, layer, dtype)
 
     def embedded(self, tokens: Int[Array, " t"]) -> Float[Array, "..."]:

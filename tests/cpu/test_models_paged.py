@@ -12,7 +12,7 @@ from jaxkv.attention import PagedCache, paged_attend, table_width
 from jaxkv.pool import PoolArrays, PoolLayout, allocate
 from tests.cpu.checkpoints import FIXTURES, TOLERANCE, load, one_device, reference
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "mistral", "gemma3", "gemma3_linear")
+QUICK, SLOW = ("llama", "gemma3"), ("qwen2", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "mistral", "gemma3_linear")
 ROWS = 2
 
 
@@ -50,7 +50,7 @@ class Paged:
         return np.concatenate(found)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def paged(request: pytest.FixtureRequest) -> Paged:
     return Paged(request.param)
 

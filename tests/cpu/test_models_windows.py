@@ -195,6 +195,7 @@ def test_the_keys_of_a_layer_move_by_that_layers_own_frequencies() -> None:
         np.testing.assert_allclose(Decoder.move_keys(config, layer, there, jnp.int32(-40)), here, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
 def test_contexts_shift_to_the_same_bytes_alone_and_crowded(name: str) -> None:
     """A context of 38 cells that drops 11 after its first 3, so past windows of 16, in a pool that holds two of four."""
