@@ -222,7 +222,7 @@ class Load:
             "identical": f"{same} of {len(streams)}",
             "wall_s": summary(self.walls),
             "tokens_per_s": summary((sum(s.num_tokens for s in r) / w for r, w in zip(self._streams, self.walls, strict=True)), digits=1),
-            "ttft_s": spread([stream.first - stream.begun for stream in streams], p50=0.5, max=1.0),
+            "ttft_s": spread([stream.first - stream.begun for stream in streams], 1.0, p50=0.5, max=1.0),
             "gap_ms": spread(gaps, 1e3, p50=0.5, p99=0.99, max=1.0),
             "parks": summary(self._parks, digits=0),
             "pauses": len(pauses),
