@@ -55,9 +55,10 @@ async def begin(site: Site, endpoint: Endpoint, data: bytes, name: str, begun: l
     """The engine has the request when this returns, and when it is in `begun`: whoever cannot take the result finds it there."""
     limit_s, reader = site.config.server.request_timeout_s, site.reader()
     ask = await site.service.work(lambda: read_ask(endpoint, data, reader, site.model, limit_s))
+    fingerprint = site.engine.system_fingerprint  # now: a server that begins to drain has no engine for new requests, and this one is in
     inboxes = await site.service.submit(ask.body.prompts, ask.body.params, name)
     kind = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
-    frame = Frame(f"{kind}-{secrets.token_hex(12)}", int(time.time()), site.model, site.engine.system_fingerprint)
+    frame = Frame(f"{kind}-{secrets.token_hex(12)}", int(time.time()), site.model, fingerprint)
     reply = Reply(ask, inboxes, frame, site.service, reader.tokenizer)
     begun.append(reply)
     return reply

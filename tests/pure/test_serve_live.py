@@ -246,3 +246,19 @@ def test_the_event_loop_never_waits_for_the_engine():
             running.cancel()
 
     run(go())
+
+
+def test_a_request_that_the_engine_took_just_before_the_server_drains_is_answered(monkeypatch):
+    async def go():
+        async with served(ServedFake(step_s=0.002)) as (site, http):
+            plain = site.service.submit
+
+            async def submit(*args):
+                inboxes = await plain(*args)
+                site.service.is_admitting = False
+                return inboxes
+
+            monkeypatch.setattr(site.service, "submit", submit)
+            return (await http.post(COMPLETION, json={**LONG, "max_tokens": 5})).json()
+
+    assert run(go())["usage"]["completion_tokens"] == 5
