@@ -47,6 +47,9 @@ def render_messages(value: Any, tokenizer: Tokenizer, tools: Sequence[Any] = (),
     unknown: set[str] = set()
     messages = [_message(f"messages[{index}]", message, unknown) for index, message in enumerate(value)]
     check_results(messages)
+    if wish.continue_final_message and messages[-1].get("tool_calls"):
+        said = "continue_final_message: got true, but the last message has tool_calls, which are whole; leave it out"
+        raise RequestError(said, "continue_final_message")
     try:
         plain = messages if tokenizer.knows_tools else spell_out(messages, tools)
         rendered = render_wish(tokenizer.render_chat, plain, list(tools) or None, wish)

@@ -20,7 +20,10 @@ def refuse(field: str, value: Any, allowed: str) -> RequestError:
 
 def shown(value: Any) -> str:
     """A value as its JSON, cut to one short piece."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except RecursionError:
+        return "something nested very deeply"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

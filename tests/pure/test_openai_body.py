@@ -221,6 +221,14 @@ def test_numbers_that_json_can_spell_and_arithmetic_cannot_are_refused() -> None
     assert refusal(COMPLETION, {"prompt": "hi", "temperature": 10**400}).startswith("temperature: got 1000")
 
 
+def test_a_value_that_is_nested_too_deeply_to_be_shown_is_refused_all_the_same() -> None:
+    deep: list[Any] = []
+    for _ in range(1200):
+        deep = [deep]
+    said = refusal(COMPLETION, {"prompt": "hi", "temperature": deep})
+    assert said == "temperature: got something nested very deeply, allowed: a number from 0 to 2"
+
+
 def test_without_a_tokenizer_only_token_ids_work() -> None:
     assert read(COMPLETION, {"prompt": [1, 2]}, tokenizer=None).prompts == [[1, 2]]
     reason = "this model has no tokenizer, so only prompts of token ids work"

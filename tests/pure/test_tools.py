@@ -204,6 +204,11 @@ def test_calls_and_results_that_cannot_be_read_are_refused(messages, message):
     assert refusal({"messages": messages}) == message
 
 
+def test_calls_are_not_gone_on_with():
+    said = refusal({"messages": talk()[:2], "continue_final_message": True})
+    assert said == "continue_final_message: got true, but the last message has tool_calls, which are whole; leave it out"
+
+
 def test_a_template_that_knows_tools_gets_definitions_calls_and_results_as_transformers_gives_them():
     assert prompt({"messages": talk(), "tools": [WEATHER, NOW]}, HermesTokenizer()) == (
         "<|im_start|>tools\n"
