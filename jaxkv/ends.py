@@ -34,6 +34,7 @@ def end(engine: "Engine", seq_id: int, reason: str, error: str | None = None) ->
     sequence, now, stats = engine.sequences.pop(seq_id), time.perf_counter(), engine.stats
     if sequence.paused_s is not None:
         stats.pause_s.append(sequence.resume(now))
+    stats.longest_pause_s.append(sequence.longest_pause_s)
     sequence.handle.completion = sequence.complete(now, reason, error)
     engine.parts.transfer.abandon(seq_id)
     engine.scheduler.forget(seq_id)

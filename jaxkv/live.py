@@ -38,6 +38,7 @@ class Live:
     last_token_s: float | None = None  # None again after a pause: a gap is measured between steps, not across a park
     paused_s: float | None = None  # when it left the device, while it is away
     pause_s: float = 0.0
+    longest_pause_s: float = 0.0
     num_parks: int = 0
     num_faults: int = 0  # steps that broke off because of it, since its last token
     cached_tokens: int = 0
@@ -99,6 +100,7 @@ class Live:
         """Its pages are back; returns how long they were away, in seconds."""
         away = 0.0 if self.paused_s is None else now - self.paused_s
         self.pause_s += away
+        self.longest_pause_s = max(self.longest_pause_s, away)
         self.paused_s = None
         return away
 

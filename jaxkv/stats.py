@@ -16,6 +16,8 @@ class EngineStats:
 
     token_gap_s: "array[float]" = field(default_factory=seconds)  # between two tokens of one sequence, where no pause lies between
     pause_s: "array[float]" = field(default_factory=seconds)  # from the order to park until it may run again
+    longest_pause_s: "array[float]" = field(default_factory=seconds)  # of each sequence that has ended; 0 where it had none
+    queue_s: "array[float]" = field(default_factory=seconds)  # from the request to a sequence's first row
     ttft_s: "array[float]" = field(default_factory=seconds)
     e2e_s: "array[float]" = field(default_factory=seconds)
     num_steps: int = 0

@@ -72,13 +72,15 @@ def make_plan(engine: "Engine") -> Plan:
 
 
 def take_note(engine: "Engine", plan: Plan) -> None:
-    """Pauses begin with the plan; a sequence that had nothing to copy is back at once."""
+    """Waits end and pauses begin with the plan; a sequence that had nothing to copy is back at once."""
     now = time.perf_counter()
     for note in plan.notes:
         if note.kind in ("park", "drop"):
             engine.sequences[note.seq_id].pause(now)
         elif note.kind == "restore":
             resume(engine, note.seq_id, now)
+        elif note.kind == "admit":
+            engine.stats.queue_s.append(now - engine.sequences[note.seq_id].submitted_s)
 
 
 def shift_contexts(engine: "Engine", plan: Plan) -> None:

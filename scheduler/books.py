@@ -47,6 +47,7 @@ class Counters:
     num_parks_refused: int = 0
     num_last_resorts: int = 0
     num_restores: int = 0  # returns, by copies or by replay
+    num_restores_replayed: int = 0  # of these, by replay
     num_replayed_tokens: int = 0  # computed again
     num_shifts: int = 0  # contexts that were full and dropped tokens, replays not counted
     num_ended_parked: int = 0  # ended between a park and the end of the return

@@ -110,6 +110,7 @@ def finish_restore(books: Books, seq: Sequence) -> None:
 def back_to_work(books: Books, seq: Sequence) -> None:
     """The return is complete, by copies or by replay."""
     seq.parked_since = None
+    books.counters.num_restores_replayed += seq.state is State.REPLAYING
     seq.state = State.PREFILLING if seq.prompt_left else State.DECODING
     books.counters.num_restores += 1
 

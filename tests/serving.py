@@ -157,7 +157,7 @@ async def client(engine: Any = None, **settings: Any) -> AsyncIterator[httpx2.As
 
 def client_of(made: Site) -> httpx2.AsyncClient:
     """A client of a site without a socket."""
-    return httpx2.AsyncClient(transport=httpx2.ASGITransport(build_app(made)), base_url="http://server")
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(build_app(made)), base_url="http://localhost")
 
 
 @asynccontextmanager

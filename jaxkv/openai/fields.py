@@ -19,6 +19,7 @@ from jaxkv.request import (
 )
 
 MAX_STOPS = 16
+MAX_STOP_LEN = 256  # characters; the end of an answer is compared with all of their beginnings at each token
 MAX_SEED = 2**64 - 1
 TIERS: Mapping[str, int] = {"priority": -10, "flex": 10}  # service_tier as a priority; any other tier asks for none
 
@@ -66,7 +67,7 @@ def readers(vocab_size: int) -> dict[str, Reader]:
         "top_k": _top_k,
         "min_p": number(0, 1),
         "seed": integer(0, MAX_SEED),
-        "stop": stop_strings(MAX_STOPS),
+        "stop": stop_strings(MAX_STOPS, MAX_STOP_LEN),
         "stop_token_ids": token_ids(vocab_size),
         "ignore_eos": boolean,
         "skip_special_tokens": boolean,

@@ -76,13 +76,15 @@ def text(field: str, value: Any) -> str:
     return value
 
 
-def stop_strings(most: int) -> Reader:
-    """One string or a list of at most `most`, none of them empty; gives a tuple."""
+def stop_strings(most: int, longest: int) -> Reader:
+    """One string or a list of at most `most`, none of them empty or of more characters than `longest`; gives a tuple."""
 
     def read(field: str, value: Any) -> tuple[str, ...]:
         stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or len(stops) > most or not all(isinstance(stop, str) and stop for stop in stops):
             raise refuse(field, value, f"a string or a list of at most {most} strings, none empty")
+        if longer := [len(stop) for stop in stops if len(stop) > longest]:
+            raise RequestError(f"{field}: got a string of {longer[0]} characters, allowed: at most {longest} each", field)
         return tuple(text(field, stop) for stop in stops)
 
     return read

@@ -14,6 +14,7 @@ from jaxkv.serve.errors import ApiError
 from jaxkv.serve.facts import fact_routes, tokenizer_routes
 from jaxkv.serve.file_routes import FILES, batch_routes, file_routes
 from jaxkv.serve.gate import Gate
+from jaxkv.serve.hosts import hosts_for
 from jaxkv.serve.operator import operator_routes
 from jaxkv.serve.rest import rest_routes
 from jaxkv.serve.site import Site
@@ -39,7 +40,8 @@ def build_app(site: Site) -> ASGIApp:
     app.add_exception_handler(Exception, _fault)
     server = site.config.server
     larger = {FILES: (server.max_file_mib, "server.max_file_mib")}
-    return Gate(app, site.keys, site.operator_keys, server.max_body_mib, site.responses, pages, larger)
+    hosts = hosts_for(server.host, server.allowed_hosts, has_keys=bool(site.keys))
+    return Gate(app, site.keys, site.operator_keys, server.max_body_mib, site.responses, hosts, pages, larger)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

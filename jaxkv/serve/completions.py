@@ -6,8 +6,10 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from jaxkv.errors import RequestError
 from jaxkv.openai import Endpoint, Frame
-from jaxkv.serve.ask import read_ask
+from jaxkv.scheduler import DoesNotFit
+from jaxkv.serve.ask import Ask, read_ask
 from jaxkv.serve.leave import ClientLeft, unless_left
 from jaxkv.serve.reply import Reply
 from jaxkv.serve.schema import body_schema, of_body
@@ -55,6 +57,7 @@ async def begin(site: Site, endpoint: Endpoint, data: bytes, name: str, begun: l
     """The engine has the request when this returns, and when it is in `begun`: whoever cannot take the result finds it there."""
     limit_s, reader = site.config.server.request_timeout_s, site.reader()
     ask = await site.service.work(lambda: read_ask(endpoint, data, reader, site.model, limit_s))
+    check_len(site, ask)
     fingerprint = site.engine.system_fingerprint  # now: a server that begins to drain has no engine for new requests, and this one is in
     inboxes = await site.service.submit(ask.body.prompts, ask.body.params, name)
     kind = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
@@ -62,3 +65,11 @@ async def begin(site: Site, endpoint: Endpoint, data: bytes, name: str, begun: l
     reply = Reply(ask, inboxes, frame, site.service, reader.tokenizer)
     begun.append(reply)
     return reply
+
+
+def check_len(site: Site, ask: Ask) -> None:
+    """Refuse what can never fit before the engine's thread looks at each of its tokens, while others wait."""
+    has, setting = min((site.engine.capacity, "pool.tokens"), (site.engine.max_len, "model.max_len"))
+    for prompt in ask.body.prompts:
+        if len(prompt) > has:
+            raise RequestError(str(DoesNotFit(len(prompt), has, setting)), "prompt")

@@ -6,6 +6,7 @@ from typing import Any
 from jaxkv.errors import RequestError
 
 INVALID, UNAVAILABLE, INTERNAL = "invalid_request_error", "service_unavailable_error", "server_error"
+CLOSE = {"connection": "close"}  # what was not read is not read
 DO_NOT_RETRY = {"x-should-retry": "false"}  # for OpenAI's own client, which would send a 5xx again
 
 
@@ -37,12 +38,23 @@ def bad_json(reason: str) -> ApiError:
 
 def too_large(limit_mib: int, field: str = "server.max_body_mib") -> ApiError:
     """The body is longer than the server reads."""
-    return ApiError(413, f"the body is larger than {limit_mib} MiB, the most this server reads ({field})", INVALID, "body_too_large")
+    message = f"the body is larger than {limit_mib} MiB, the most this server reads ({field})"
+    return ApiError(413, message, INVALID, "body_too_large", headers=CLOSE)
 
 
 def files_full(reason: str) -> ApiError:
     """Nothing more can be kept."""
     return ApiError(413, f"{reason}; delete some first (DELETE /v1/files/ID)", INVALID, "files_full")
+
+
+def too_slow(what: str, seconds: float) -> ApiError:
+    """The request never came to its end."""
+    return ApiError(408, f"the request's {what} did not arrive within {seconds:g} s", INVALID, "request_timeout", headers=CLOSE)
+
+
+def no_http() -> ApiError:
+    """It cannot be read at all."""
+    return ApiError(400, "this is no valid HTTP request, or its headers are too long", INVALID, "invalid_http")
 
 
 def no_key() -> ApiError:
@@ -60,6 +72,12 @@ def not_operator() -> ApiError:
 def foreign_origin() -> ApiError:
     """A web page of another site sent its visitor's browser here."""
     return ApiError(403, "requests from web pages of other sites are not served", INVALID, "foreign_origin")
+
+
+def foreign_host(host: str) -> ApiError:
+    """The server is called by a name that is not its own."""
+    message = f"this server does not go by the name {host[:100]!r}; use its address or localhost, or list the name in server.allowed_hosts"
+    return ApiError(403, message, INVALID, "foreign_host")
 
 
 def no_model(asked: str, served: str) -> ApiError:

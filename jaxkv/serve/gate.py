@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxkv.observe.events import Event
 from jaxkv.serve import errors
 from jaxkv.serve.errors import ApiError
+from jaxkv.serve.hosts import Hosts
 from jaxkv.serve.keys import Keys, bearer
 
 logger = logging.getLogger("jaxkv")
@@ -35,10 +36,11 @@ class Gate:
         operator_keys: Keys,
         max_body_mib: int,
         responses: Counter[int],
+        hosts: Hosts,
         open_paths: Iterable[str] = (),
         larger: Mapping[str, tuple[int, str]] | None = None,
     ) -> None:
-        self._app, self._keys, self._operator_keys = app, keys, operator_keys
+        self._app, self._keys, self._operator_keys, self._hosts = app, keys, operator_keys, hosts
         self._limit, self._larger, self._responses = (max_body_mib, "server.max_body_mib"), larger or {}, responses
         self._open_paths = OPEN_PATHS | frozenset(open_paths)
 
@@ -57,7 +59,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 has_started = True
                 self._responses[message["status"]] += 1
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"], sent["x-content-type-options"] = request_id, "nosniff"
             await send(message)
             has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
@@ -76,6 +79,8 @@ class Gate:
     def _check(self, path: str, headers: Mapping[str, str]) -> None:
         """Raise ApiError for one that is not let in."""
         origin, host = headers.get("origin"), headers.get("host", "")
+        if not self._hosts.accept(host):
+            raise errors.foreign_host(host)
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             raise errors.foreign_origin()
         key = bearer(headers.get("authorization"))
@@ -92,8 +97,6 @@ async def answer(error: ApiError, send: Send) -> None:
     """Send an error as it is."""
     body = orjson.dumps(error.body)
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-    if error.status == 413:
-        headers["connection"] = "close"  # what was not read is not read
     raw = [(name.encode(), value.encode()) for name, value in headers.items() if value]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

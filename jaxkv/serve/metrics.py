@@ -22,7 +22,9 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("From the request to its first token", SECONDS),
     "inter_token_seconds": ("Between two tokens of a sequence, pauses left out", SECONDS),
     "request_seconds": ("From the request to the end of its answer", SECONDS),
+    "queue_seconds": ("From the request to the first row of each of its sequences", SECONDS),
     "pause_seconds": ("From the order to park a sequence until it runs again", SECONDS),
+    "longest_pause_seconds": ("The longest pause of each sequence that has ended, 0 where it had none", (0.0, *SECONDS)),
     "park_copy_seconds": ("One chunk on its way to host memory", COPY_SECONDS),
     "restore_copy_seconds": ("One chunk on its way back", COPY_SECONDS),
     "pool_use_at_park_ratio": ("Share of the pool that was held when pressure parked a sequence", SHARES),
@@ -46,6 +48,8 @@ ALIASES = {  # vLLM's names for figures that mean the same
     "time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "inter_token_seconds": "vllm:inter_token_latency_seconds",
     "request_seconds": "vllm:e2e_request_latency_seconds",
+    "queue_seconds": "vllm:request_queue_time_seconds",
+    "cached_tokens": "vllm:prefix_cache_hits",
 }
 
 
@@ -96,7 +100,9 @@ class Meter:
             "time_to_first_token_seconds": stats.ttft_s,
             "inter_token_seconds": stats.token_gap_s,
             "request_seconds": stats.e2e_s,
+            "queue_seconds": stats.queue_s,
             "pause_seconds": stats.pause_s,
+            "longest_pause_seconds": stats.longest_pause_s,
             "park_copy_seconds": transfer.park_s,
             "restore_copy_seconds": transfer.restore_s,
             "pool_use_at_park_ratio": counters.pool_use_at_park,
@@ -110,7 +116,7 @@ class Meter:
         self.take(engine)
         families = [*self._counters(engine, responses), *gauges(engine), *self._drawn(), InfoMetricFamily("jaxkv", "What is served", facts)]
         if aliases:
-            families += [alias(family) for family in families if family.name.removeprefix("jaxkv_") in ALIASES]
+            families += [alias(family, facts["model"]) for family in families if family.name.removeprefix("jaxkv_") in ALIASES]
         registry = CollectorRegistry()
         registry.register(Ready(families))
         return generate_latest(registry)
@@ -134,6 +140,9 @@ class Meter:
         yield self._counter("parks_by_kind", "Parks by what becomes of the pages", kinds, "kind")
         yield self._counter("parks_refused", "Parks that the host budget had no room for", counters.num_parks_refused)
         yield self._counter("restores", "Sequences that came back", counters.num_restores)
+        replayed = counters.num_restores_replayed
+        ways = {"copied": counters.num_restores - replayed, "replayed": replayed}
+        yield self._counter("restores_by_kind", "Returns by how the pages were filled", ways, "kind")
         yield self._counter("ended_parked", "Sequences that ended while they were away", counters.num_ended_parked)
         directions = {"to_host": transfer.bytes_to_host, "to_device": transfer.bytes_to_device}
         yield self._counter("copied_bytes", "Bytes moved", directions, "direction")
@@ -183,10 +192,10 @@ def gauges(engine: Any) -> Iterator[Metric]:
     yield GaugeMetricFamily("jaxkv_pool_use_ratio", "Share of the pool that somebody holds", used / status.pool_pages)
 
 
-def alias(family: Metric) -> Metric:
-    """The same figures by another server's name."""
+def alias(family: Metric, model: str) -> Metric:
+    """The same figures by another server's name, with the label that its dashboards choose by."""
     name = ALIASES[family.name.removeprefix("jaxkv_")]
     other = Metric(name, family.documentation, family.type)
     for sample in family.samples:
-        other.add_sample(sample.name.replace(family.name, name, 1), sample.labels, sample.value)
+        other.add_sample(sample.name.replace(family.name, name, 1), {**sample.labels, "model_name": model}, sample.value)
     return other

@@ -6,31 +6,27 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
-import h11
-import orjson
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxkv.config import Config
 from jaxkv.errors import ConfigError
 from jaxkv.interrupt import EXIT_INTERRUPTED
 from jaxkv.serve.app import build_app
 from jaxkv.serve.batches import Batches
-from jaxkv.serve.errors import INVALID, ApiError
+from jaxkv.serve.hosts import LOOPBACK
+from jaxkv.serve.http import MAX_HEADER_BYTES, Http
 from jaxkv.serve.keys import API_KEYS, OPERATOR_KEYS, read_keys
 from jaxkv.serve.metrics import Meter
 from jaxkv.serve.service import Service
 from jaxkv.serve.site import Site
 
-MAX_HEADER_BYTES = 32 * 1024
 KEEP_ALIVE_S = 75  # between two requests on one connection
 FLUSH_S = 2  # for the last bytes of answers, when everything has ended
 CLOSE_S = 10.0  # for the step or the compilation that the engine is in
 EXIT_BROKEN = 1
-LOOPBACK = ("127.", "::1", "localhost")
 
 
 class Stop:
@@ -73,19 +69,6 @@ class Web(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """None of its own."""
         yield
-
-
-class Http(H11Protocol):
-    """uvicorn's HTTP, which answers to what is no HTTP as to any other fault."""
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse, and close the connection."""
-        body = orjson.dumps(ApiError(400, "this is no valid HTTP request, or its headers are too long", INVALID, "invalid_http").body)
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        with suppress(h11.LocalProtocolError):  # in the middle of an answer
-            for part in (h11.Response(status_code=400, headers=headers, reason=b"Bad Request"), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(part) or b"")
-        self.transport.close()
 
 
 async def serve(config: Config, make_engine: Any) -> tuple[int, bool]:

@@ -1,5 +1,6 @@
 """What all routes share: the service, the configuration, the model's name, and how bodies are read. Owns no route."""
 
+import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from jaxkv.serve.interface import ServeEngine
 from jaxkv.serve.keys import Keys
 from jaxkv.serve.metrics import Meter
 from jaxkv.serve.service import Service
+
+BODY_S = 120.0  # for a body to arrive
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,17 @@ class Site:
         return BodyReader(self.engine.tokenizer, self.engine.model_config.vocab_size, defaults, self.config.server.max_prompts)
 
     async def read(self, request: Request) -> bytes:
-        """A request's body, up to the largest that is read."""
+        """A request's body, up to the largest that is read, and as long as is waited for."""
         most, parts, length = self.config.server.max_body_mib, [], 0
-        async for part in request.stream():
-            length += len(part)
-            if length > most * 2**20:
-                raise errors.too_large(most)
-            parts.append(part)
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    length += len(part)
+                    if length > most * 2**20:
+                        raise errors.too_large(most)
+                    parts.append(part)
+        except TimeoutError:
+            raise errors.too_slow("body", BODY_S) from None
         return b"".join(parts)
 
 

@@ -118,6 +118,27 @@ def test_one_chat_is_stopped_alone_and_closed(window):
     visit(window, stops)
 
 
+def test_as_many_chats_run_as_the_browser_has_connections_and_the_others_wait(window):
+    def many(engine):
+        window.until(lambda: is_up(window))
+        window.run(
+            "document.querySelector('#endless').checked = true; for (let i = 0; i < 4; i += 1) document.querySelector('#new').click()"
+        )
+        for number in range(1, 5):
+            window.type(f".chat:nth-child({number}) textarea", f"hello{ENTER}")
+        window.click("#eight")
+        window.until(lambda: window.texts(".state")[:10] == ["running"] * 10 and window.text("#busy") == "10")
+        assert all(state.startswith("waiting") for state in window.texts(".state")[10:]) and engine.num_live == 10
+        window.click(".chat:nth-child(11) .stop")
+        window.until(lambda: window.texts(".state")[10] == "stopped")
+        window.click(".chat .stop")
+        window.until(lambda: window.texts(".state")[11] == "running" and engine.num_live == 10)
+        window.click("#stop-all")
+        window.until(lambda: engine.num_live == 0)
+
+    visit(window, many, engine=ServedFake(rows=16, step_s=0.02))
+
+
 def test_options_go_with_the_request(window):
     seen = []
 

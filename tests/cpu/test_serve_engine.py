@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import jax
 import pytest
@@ -73,6 +74,12 @@ def test_an_operators_park_is_a_long_pause_and_changes_no_byte():
         while (held := (await http.get("/slots")).json()[-1])["state"] != "parked":
             await asyncio.sleep(0.005)
         assert held["is_held"] and held["is_preempted"] and held["host_bytes"] > 0 and held["n_pages"] == 0
+        pool = (await http.get("/pool")).json()
+        assert pool["host_bytes"] == held["host_bytes"]
+        assert (pool["parked"], pool["rows"]["busy"], pool["copies"], pool["sequences"][-1]["id"]) == (
+            *(1, 0, {"to_host": 0, "to_device": 0}),
+            held["id"],
+        )
         assert await stream(http, bodies()[1])  # nobody waits behind it
         assert (await http.post(url + "restore", headers=boss)).status_code == 200
         figures = (await http.get("/metrics")).text
@@ -81,6 +88,9 @@ def test_an_operators_park_is_a_long_pause_and_changes_no_byte():
     quiet, parked, figures = serve(talk, step_s=0.02, pool__tokens=NEED // 2)
     assert parked[:2] == quiet[:2] and parked[2] == [": parked", ": restored"]
     assert "jaxkv_parks_total 1.0\n" in figures and 'jaxkv_parks_by_cause_total{cause="forced"} 1.0\n' in figures
+    assert 'jaxkv_restores_by_kind_total{kind="copied"} 1.0\n' in figures
+    assert "jaxkv_queue_seconds_count 3.0\n" in figures and 'jaxkv_longest_pause_seconds_bucket{le="0.0"} 2.0\n' in figures
+    assert "jaxkv_longest_pause_seconds_count 2.0\n" in figures, "the one that was parked still runs, or again"
     assert "jaxkv_compilations_total 0.0\n" in figures and 'image_memory="pinned_host"' in figures
 
 
@@ -127,3 +137,14 @@ def test_a_batch_makes_way_for_whoever_asks_in_person_and_answers_as_requests_al
     assert [answers[str(i)]["choices"] for i in range(8)] == [answer["choices"] for answer in quiet[:8]]
     assert urgent["choices"] == quiet[8]["choices"]
     assert num_before == 0 and num_parks == 1, "it did not wait for a row of the batch's to end"
+
+
+def test_neither_prompt_nor_answer_is_logged_at_any_level(caplog):
+    async def talk(http, service):
+        return await asyncio.gather(*(stream(http, {**body, **chat(f"zebra {body['seed']}")}) for body in bodies()))
+
+    with caplog.at_level(logging.DEBUG, "jaxkv"):
+        answers = serve(talk, pool__tokens=NEED // 2)
+    ours = "\n".join(record.getMessage() for record in caplog.records if record.name == "jaxkv")
+    assert "park" in ours and "zebra" not in ours
+    assert not [text for text, _, _ in answers if text[:20] in ours]

@@ -10,8 +10,8 @@ from jaxkv.config.fields import all_fields
 from jaxkv.config.sections import Config
 
 ROOT = Path(__file__).parents[2]
-DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = ("jaxkv", "scheduler", "models", "configs", "docs", "tests", ".ci")
+DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "deploy" / "README.md"]
+FOLDERS = ("jaxkv", "scheduler", "models", "configs", "docs", "deploy", "tests", ".ci")
 
 
 def names(paths: list[Path]) -> list[str]:

@@ -191,8 +191,18 @@ REFUSED = [
         "the request asks for 20 sequences (prompts times n), allowed: 16 (server.max_waiting)",
     ),
     (COMPLETION, {"prompt": ["x"] * 3}, "prompt", "prompt: got a list of 3 prompts, allowed: 2; give each its own request"),
-    (COMPLETION, {"prompt": "x" * 30}, "prompt", "the prompt needs 30 tokens, the pool has 25: raise pool.tokens"),
-    (COMPLETION, {"prompt": "x" * 30, "stream": True}, "prompt", "the prompt needs 30 tokens, the pool has 25: raise pool.tokens"),
+    (
+        COMPLETION,
+        {"prompt": "x" * 30},
+        "prompt",
+        "the prompt has 30 tokens, and model.max_len allows 25: shorten the prompt or raise model.max_len",
+    ),
+    (
+        COMPLETION,
+        {"prompt": "x" * 30, "stream": True},
+        "prompt",
+        "the prompt has 30 tokens, and model.max_len allows 25: shorten the prompt or raise model.max_len",
+    ),
 ]
 
 

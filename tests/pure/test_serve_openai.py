@@ -113,7 +113,7 @@ def test_the_strict_client_objects_only_to_the_nulls_that_openai_sends_too(field
         ({"temperature": 9}, openai.BadRequestError, "temperature: got 9, allowed: a number from 0 to 2"),
         (
             {"messages": [{"role": "user", "content": "x" * 300}], "stream": True},
-            *(openai.BadRequestError, "the prompt needs 318 tokens, the pool has 200: raise pool.tokens"),
+            *(openai.BadRequestError, "the prompt has 318 tokens, and model.max_len allows 200: shorten the prompt or raise model.max_len"),
         ),
     ],
 )

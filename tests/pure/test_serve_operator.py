@@ -152,7 +152,8 @@ def test_other_names_come_on_request():
 
     plain, more = run(talk)
     assert "vllm:" not in plain
-    assert figures(more)["vllm:num_preemptions_total"] == 2 and "vllm:kv_cache_usage_perc" in more
+    assert figures(more)['vllm:num_preemptions_total{model_name="small"}'] == 2 and "vllm:kv_cache_usage_perc" in more
+    assert "vllm:request_queue_time_seconds_count" in more and "vllm:prefix_cache_hits_total" in more
     assert "vllm:time_to_first_token_seconds_bucket" in more
 
 

@@ -20,14 +20,20 @@ export class ServerError extends Error {
 const lanes = { omit: 5, "same-origin": 5 };
 const queue = [];
 
-async function takeLane() {
+async function takeLane(signal) {
   for (;;) {
     const lane = Object.keys(lanes).find((name) => lanes[name] > 0);
     if (lane) {
       lanes[lane] -= 1;
       return lane;
     }
-    await new Promise((go) => queue.push(go));
+    await new Promise((go, leave) => {
+      queue.push(go);
+      signal.addEventListener("abort", () => {
+        if (queue.includes(go)) queue.splice(queue.indexOf(go), 1);
+        leave(signal.reason);
+      });
+    });
   }
 }
 
@@ -56,7 +62,7 @@ async function errorOf(response) {
 
 /** Post a body and yield what the stream brings: {comment} or {data}. Leaving the loop ends the request. */
 export async function* events(path, body, { signal, id }) {
-  const lane = await takeLane();
+  const lane = await takeLane(signal);
   try {
     signal.throwIfAborted();
     yield* read(path, body, { signal, id, credentials: lane });

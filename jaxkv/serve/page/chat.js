@@ -168,7 +168,8 @@ export class Chat {
     if (state.textContent !== text) state.textContent = text;
     state.dataset.state = this.state;
     this.card.dataset.state = this.state;
-    shown.textContent = this.tokens ? `${count(this.tokens)} tokens` : "";
+    shown.hidden = !this.tokens;
+    shown.firstChild.textContent = count(this.tokens);
     stop.hidden = !this.isBusy;
     send.hidden = this.isBusy;
     said.setAttribute("aria-busy", String(this.isBusy));

@@ -108,6 +108,7 @@ function add() {
 function remove(chat) {
   chats.splice(chats.indexOf(chat), 1);
   if (!chats.length) add();
+  if (document.activeElement === document.body) find("new").focus(); // its own button is gone
   show();
 }
 
