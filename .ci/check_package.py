@@ -22,6 +22,9 @@ import models, scheduler
 assert models.mine and scheduler.mine, "the stranger's own modules are hidden"
 import jaxkv.models
 assert jaxkv.models is not models
+from importlib.resources import files
+page = {file.name for file in (files("jaxkv.serve") / "page").iterdir()}
+assert {"index.html", "page.css", "main.js", "icon.svg"} <= page, f"the web page lacks files: {page}"
 assert jaxkv.load_config({"model": {"path": "x"}}).scheduler.rows == 8
 assert jaxkv.__file__.startswith(sys.prefix), f"not the installed package: {jaxkv.__file__}"
 """

@@ -1,8 +1,17 @@
 """The fields of a server: where it listens, what it lets in, how long it waits. Knows no socket."""
 
-from pydantic import Field
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from jaxkv.config.section import Section
+
+
+def _as_tuple(value: Any) -> Any:
+    """Let a list stand for a tuple and a lone name for a list of one."""
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str) else value
 
 
 class ServerSection(Section):
@@ -21,7 +30,7 @@ class ServerSection(Section):
     max_waiting: int = Field(default=256, ge=1, description="sequences that may wait for a row; further requests are answered with 429")
     max_prompts: int = Field(default=64, ge=1, description="prompts of one completion request")
     max_body_mib: int = Field(default=8, ge=1, description="largest body of a request in MiB")
-    allowed_hosts: tuple[str, ...] = Field(
+    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         default=(),
         description="names that browsers may call the server by; checked on a loopback address without keys, and where any is given",
     )

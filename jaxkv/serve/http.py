@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -59,6 +60,7 @@ class Http(H11Protocol):
         body = orjson.dumps(error.body)
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         with suppress(h11.LocalProtocolError):  # in the middle of an answer
-            for part in (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            start = h11.Response(status_code=error.status, headers=headers, reason=HTTPStatus(error.status).phrase.encode())
+            for part in (start, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(part) or b"")
         self.transport.close()

@@ -74,13 +74,14 @@ export async function* events(path, body, { signal, id }) {
 async function* read(path, body, { signal, id, credentials }) {
   const headers = { "content-type": "application/json", "x-request-id": id };
   const response = await ask(path, { method: "POST", headers, body: JSON.stringify(body), signal, credentials });
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
   let rest = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const parts = (rest + value).split("\n\n");
+      const parts = (rest + decoder.decode(value, { stream: true })).split("\n\n");
       rest = parts.pop();
       for (const part of parts) {
         if (part.startsWith(":")) yield { comment: part.slice(1).trim() };

@@ -131,6 +131,9 @@ export class Pool {
       }
       x += length;
     }
+    const kept = pool.host_bytes - images.reduce((sum, { sequence }) => sum + sequence.host_bytes, 0);
+    pen.fillStyle = colour("cached"); // what stays there of those that are back
+    pen.fillRect(x, 0, (Math.max(0, kept) / most) * width, height);
     const told = images.map(({ name, sequence }) => `${name} ${bytes(sequence.host_bytes)}`);
     canvas.setAttribute("aria-label", told.length ? `Images: ${told.join(", ")}` : "Nobody is parked");
   }
