@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxkv.config import Config, load_config
+    from jaxkv.constraint import Constraint
     from jaxkv.engine import Engine
     from jaxkv.request import Completion, SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["Completion", "Config", "Engine", "SamplingParams", "__version__", "load_config"]
+__all__ = ["Completion", "Config", "Constraint", "Engine", "SamplingParams", "__version__", "load_config"]
 
 _HOME = {
     "Completion": "jaxkv.request",
     "Config": "jaxkv.config",
+    "Constraint": "jaxkv.constraint",
     "Engine": "jaxkv.engine",
     "SamplingParams": "jaxkv.request",
     "load_config": "jaxkv.config",

@@ -3,6 +3,7 @@
 The scheduler decides, the programs compute, the transfer moves images. All of it runs in the caller's thread.
 """
 
+import functools
 import gc
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from jaxkv.config import Config
 from jaxkv.ends import end
 from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.guard import CompileGuard, RecompileError
+from jaxkv.guides import Guides
 from jaxkv.interrupt import check_interrupt
 from jaxkv.live import Group, Handle, Live, OnToken, RequestStats
 from jaxkv.observe.log import LogObserver, tell_stages
@@ -51,7 +53,7 @@ class Engine:
         self.stats = EngineStats()
         self.observers = Observers(LogObserver())
         self.phases = Phases()
-        self.rows = Rows(self.parts.shapes, self.parts.layout)
+        self.rows = Rows(self.parts.shapes, self.parts.layout, self.parts.mesh)
         self.guard = CompileGuard(strict=config.run.compile_guard)
         self.sequences: dict[int, Live] = {}  # those that have not ended
         self._num_submitted = 0
@@ -71,6 +73,11 @@ class Engine:
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None when it has none."""
         return self.parts.checkpoint.tokenizer
+
+    @functools.cached_property
+    def guides(self) -> Guides:
+        """What turns constraints and bad words into sets of tokens."""
+        return Guides(self.tokenizer, self.model_config.vocab_size, self.parts.checkpoint.eos_ids)
 
     @property
     def model_config(self) -> Any:
@@ -127,6 +134,10 @@ class Engine:
 
     # Requests
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what `params` demand of the text, ahead of `submit` and in any one thread; RequestError for what cannot be had."""
+        self.guides.prepare(params)
+
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None, choice: int = 0
     ) -> Handle:
@@ -151,13 +162,14 @@ class Engine:
         shift = asked_shift(params, self.parts.scheduler_config, is_possible=self.parts.programs.rotate is not None)
         group, now, tokens = Group(), time.perf_counter(), np.array(prompt, np.int32)
         is_cached = self.config.pool.prefix_cache and params.cache_prompt
+        guides = [self.guides.start(params, banned) for _ in range(params.n)]
         facts: dict[str, Any] = {"page_size": self.parts.layout.page_size, "fingerprint": self.parts.fingerprint}
         keys = page_keys(tokens, params, self._num_submitted, is_cached=is_cached, **facts)
-        for choice in range(first, first + params.n):
+        for choice, guide in enumerate(guides, first):
             limit = self._add(tokens, params, keys, is_cached, shift, now)
             handle = Handle(self._num_submitted, self, choice=choice, will_truncate_at=self._truncation(len(tokens), params, limit))
             self._num_submitted += 1
-            output = Output(self.tokenizer, self.parts.checkpoint.eos_ids, params, limit)
+            output = Output(self.tokenizer, self.parts.checkpoint.eos_ids, params, limit, guide)
             handle.token_ids = output.token_ids
             group.choices.append(handle)
             self.sequences[handle.seq_id] = Live(handle.seq_id, tokens, params, banned, output, handle, group, now, on_token, name, shift)

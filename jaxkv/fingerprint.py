@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ def early_facts(model: Checkpoint | CheckpointInfo, dtype: str, layout: PoolLayo
         "cpu": cpu_identity() if device.platform == "cpu" else None,
         "jaxlib": jaxlib.version.__version__,
         "jax": jax.__version__,
+        "llguidance": installed_version("llguidance"),
         "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
         "rows": shapes.rows,
         "prefill_chunk": shapes.chunk,
@@ -49,6 +51,14 @@ def early_facts(model: Checkpoint | CheckpointInfo, dtype: str, layout: PoolLayo
         "speculation": None,
         "kernels": KERNELS,
     }
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package that need not be there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def fingerprint(facts: dict[str, Any]) -> str:

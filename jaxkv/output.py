@@ -5,9 +5,13 @@ or how a token was chosen.
 """
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from jaxkv.errors import JaxkvError
 from jaxkv.request import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from jaxkv.guide import Guide
 
 
 class TextStream(Protocol):
@@ -30,10 +34,18 @@ class Output:
     Several stop strings may be complete at the same token: the one that begins first in the text wins, and the text is cut before it.
     Text that could still become a stop string is held back until it cannot, or until the end. No stop of any kind ends a sequence that has
     fewer than `min_tokens` tokens; a stop string that was complete by then stays in the text. The token that ends the sequence counts and
-    is in `token_ids`, but an end-of-text or stop token is not in `text`.
+    is in `token_ids`, but an end-of-text or stop token is not in `text`. A `guide` goes on with every token; where it says that the answer
+    is whole, that is a stop whatever `min_tokens` says, since nothing could follow.
     """
 
-    def __init__(self, tokenizer: Detokenizer | None, eos_ids: Collection[int], params: SamplingParams, limit: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Detokenizer | None,
+        eos_ids: Collection[int],
+        params: SamplingParams,
+        limit: int | None,
+        guide: "Guide | None" = None,
+    ) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"limit: got {limit}; allowed: at least 1")
         self.token_ids: list[int] = []
@@ -44,16 +56,19 @@ class Output:
         self._stops = params.stop
         self._min_tokens = params.min_tokens
         self._limit = limit
+        self.guide = guide
         self._text = ""
         self._shown = 0  # characters that take_delta has given away
         self._searched = 0  # a stop string that ends here or before is no longer looked for
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> str | None:
-        """Take the next token; the finish reason ("stop" or "length") once it was the last."""
+        """Take the next token; the finish reason ("stop" or "length") once it was the last. JaxkvError where the guide is at a loss."""
         assert self.finish_reason is None, f"token {token_id} after the end ({self.finish_reason})"
         self.token_ids.append(token_id)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
+        if self.guide is not None:
+            self.guide.advance(token_id)
         may_stop = len(self.token_ids) >= self._min_tokens
         if may_stop and token_id in self._end_ids:
             return self.finish("stop")
@@ -61,8 +76,12 @@ class Output:
             self._text += self._stream.step(token_id)
         if may_stop and self._cut_at_stop():
             self.finish_reason = "stop"
+        elif self.guide is not None and self.guide.is_complete:
+            return self.finish("stop")
         elif self._limit is not None and len(self.token_ids) >= self._limit:
             return self.finish("length")
+        elif self.guide is not None and self.guide.is_stuck:
+            raise JaxkvError(self.guide.reason)
         self._searched = len(self._text)
         return self.finish_reason
 

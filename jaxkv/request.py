@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxkv.constraint import Constraint
+
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_CHOICES = 128
@@ -23,6 +25,10 @@ class SamplingParams:
     With `context_shift` a context of `context_len` tokens (None: the model's limit) that is full drops the `n_discard` after the first
     `n_keep` (both in whole pages, rounded up; None: half of what is not kept) and goes on, so that `max_tokens` alone limits the answer.
     Penalties then look at what the context holds.
+
+    With a `constraint` the whole answer has its form: the end of text is possible where the form is complete, and once nothing can follow
+    the answer ends with "stop", even below `min_tokens`; `max_tokens` may still cut it. `bad_words` are texts that the answer never
+    contains. Both choose among the model's tokens and leave the logprobs what they were.
     """
 
     max_tokens: int | None = None  # None: until a stop or the longest possible
@@ -50,6 +56,8 @@ class SamplingParams:
     context_len: int | None = None
     n_keep: int = 0
     n_discard: int | None = None
+    constraint: Constraint | None = None
+    bad_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ A fresh copy each time: XLA:CPU may read an argument's memory while the program 
 
 from collections.abc import Mapping
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.attention import table_width
 from jaxkv.blame import blaming
@@ -16,20 +18,20 @@ from jaxkv.sampling import Knobs, neutral_knobs
 from jaxkv.scheduler import DecodeRow, PrefillChunk, TableUpdate
 from jaxkv.scoring import Targets, no_targets
 
-_LARGE = ("history", "bias_ids", "bias")  # copied only when some row uses them
+_LARGE = ("history", "bias_ids", "bias", "mask")  # brought to the device only when some row uses them
 
 
 class Rows:
     """Who sits in which row, and what the programs must know about them."""
 
-    def __init__(self, shapes: Shapes, layout: PoolLayout) -> None:
+    def __init__(self, shapes: Shapes, layout: PoolLayout, mesh: Mesh) -> None:
         self._shapes = shapes
         self._table = np.zeros((shapes.rows, table_width(shapes.max_len, layout.page_size)), np.int32)
         self._knobs = Knobs(*(np.array(x) for x in self._neutral(shapes.rows)))
         # whose the row's knobs are, and how many tokens said and dropped they describe
         self._seated: list[tuple[int, int, int] | None] = [None] * shapes.rows
-        self._unused = self._neutral(shapes.rows)  # stands in for the large arrays; never written
-        self._unused_one = self._neutral(1)
+        # stand in for the large arrays of those who use none; never written
+        self._unused, self._unused_one = (_on_device(self._neutral(rows), mesh) for rows in (shapes.rows, 1))
         self._no_targets = no_targets(shapes.chunk)
 
     def update(self, updates: tuple[TableUpdate, ...]) -> None:
@@ -53,7 +55,7 @@ class Rows:
             tokens[entry.row] = input_token(entry, sequence)
             positions[entry.row] = entry.position
             active[entry.row], sampling[entry.row] = True, not entry.is_replay
-        present = [live[entry.seq_id] for entry in rows if not entry.is_replay]
+        present = {entry.row: live[entry.seq_id] for entry in rows if not entry.is_replay}
         return DecodeBatch(tokens, positions, active, self._table.copy(), self._copy_knobs(sampling, present))
 
     def prefill_batch(self, chunk: PrefillChunk, sequence: Live) -> PrefillBatch:
@@ -65,6 +67,7 @@ class Rows:
         if samples:
             knobs = self._neutral(1)
             _describe(knobs, 0, sequence)
+            _describe_mask(knobs, 0, sequence)
         table, targets = self._table[chunk.row : chunk.row + 1].copy(), self._targets(chunk, sequence)
         return PrefillBatch(tokens, np.int32(chunk.start), np.int32(chunk.length), np.bool_(samples), table, knobs, targets)  # type: ignore[arg-type]
 
@@ -93,7 +96,8 @@ class Rows:
             knobs.history[row, length - 1] = sequence.output.token_ids[-1]
             knobs.history_len[row] = length
 
-    def _copy_knobs(self, sampling: np.ndarray, present: list[Live]) -> Knobs:
+    def _copy_knobs(self, sampling: np.ndarray, seated: dict[int, Live]) -> Knobs:
+        present = seated.values()
         knobs = self._knobs._asdict()
         unused = self._unused._asdict()
         needed = {
@@ -101,6 +105,7 @@ class Rows:
             "bias_ids": any(s.params.logit_bias or s.num_generated < s.params.min_tokens for s in present),
         }
         needed["bias"] = needed["bias_ids"]
+        needed["mask"] = any(s.output.guide is not None for s in present)
         fresh = {name: (unused[name] if name in _LARGE and not needed[name] else knobs[name].copy()) for name in Knobs._fields}
         fresh["temperature"] = np.where(
             sampling, knobs["temperature"], np.float32(0)
@@ -109,7 +114,14 @@ class Rows:
         fresh["presence"] = np.where(sampling, knobs["presence"], np.float32(0))
         fresh["frequency"] = np.where(sampling, knobs["frequency"], np.float32(0))
         fresh["repetition"] = np.where(sampling, knobs["repetition"], np.float32(1))
-        return Knobs(**fresh)
+        copied = Knobs(**fresh)
+        for row, sequence in seated.items():
+            _describe_mask(copied, row, sequence)
+        return copied
+
+
+def _on_device(knobs: Knobs, mesh: Mesh) -> Knobs:
+    return Knobs(*jax.device_put(tuple(knobs), NamedSharding(mesh, PartitionSpec())))
 
 
 def input_token(entry: DecodeRow, sequence: Live) -> int:
@@ -135,6 +147,12 @@ def _describe(knobs: Knobs, row: int, sequence: Live) -> None:
         knobs.history[row, : len(said)] = said
         knobs.prompt_len[row], knobs.history_len[row] = sequence.prompt_in_context, len(said)
     _describe_bias(knobs, row, sequence)
+
+
+def _describe_mask(knobs: Knobs, row: int, sequence: Live) -> None:
+    """What may come next, where the request demands something of it: another mask after every token."""
+    if sequence.output.guide is not None:
+        knobs.is_masked[row], knobs.mask[row] = True, sequence.output.guide.mask
 
 
 def _describe_bias(knobs: Knobs, row: int, sequence: Live) -> None:

@@ -2,7 +2,7 @@
 
 Stateless: the key is made of the request's seed, the choice's index and the number of tokens generated so far, so a token depends on
 neither row nor neighbours nor parks. The vocabulary is never sorted; thresholds are found by bisection. Each stage runs only when some
-row asks for it, and leaves the other rows' bits alone. Order: penalties, bias, temperature, min_p, top_k, top_p, draw.
+row asks for it, and leaves the other rows' bits alone. Order: penalties, bias, mask, temperature, min_p, top_k, top_p, draw.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxkv.masks import MASK_BITS, mask_width
 from jaxkv.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 MAX_BANNED = 32  # end-of-text and stop ids that min_tokens keeps away
@@ -42,6 +43,8 @@ class Knobs(NamedTuple):
     history: Int[HostOrDevice, "b s"]  # token ids so far; read only where a penalty is set
     bias_ids: Int[HostOrDevice, "b n"]  # out of the vocabulary: no bias
     bias: Float[HostOrDevice, "b n"]
+    is_masked: Bool[HostOrDevice, " b"]  # only the tokens in its mask may be drawn
+    mask: UInt32[HostOrDevice, "b w"]  # token i is bit i % 32 of word i // 32; read only where is_masked is set somewhere
 
 
 class Sampled(NamedTuple):
@@ -73,6 +76,8 @@ def neutral_knobs(rows: int, max_len: int, vocab_size: int) -> Knobs:
         history=np.zeros((rows, max_len), np.int32),
         bias_ids=np.full((rows, NUM_BIAS), vocab_size, np.int32),
         bias=np.zeros((rows, NUM_BIAS), np.float32),
+        is_masked=np.zeros(rows, bool),
+        mask=np.full((rows, mask_width(vocab_size)), 0xFFFFFFFF, np.uint32),
     )
 
 
@@ -92,6 +97,7 @@ def sample(logits: Float[Array, "b v"], knobs: Knobs) -> Sampled:
     top_ids, top_logprobs = lax.cond(knobs.wants_top.any(), top, no_top, None)
     wished = lax.cond(_any_penalty(knobs), lambda x: penalise(x, knobs), lambda x: x, logits)
     wished = lax.cond((knobs.bias_ids < v).any(), lambda x: add_bias(x, knobs), lambda x: x, wished)
+    wished = lax.cond(knobs.is_masked.any(), lambda x: keep_masked(x, jnp.asarray(knobs.mask)), lambda x: x, wished)
     greedy = first_best(wished)
     drawn = lax.cond((knobs.temperature > 0).any(), lambda x: draw(x, knobs), lambda _: greedy, wished)
     token = jnp.where(knobs.temperature > 0, drawn, greedy)
@@ -125,6 +131,13 @@ def add_bias(logits: Float[Array, "b v"], knobs: Knobs) -> Float[Array, "b v"]:
     """Add each row's few biases; an id of the vocabulary's size is padding."""
     rows = jnp.arange(logits.shape[0])[:, None]
     return logits.at[rows, knobs.bias_ids].add(knobs.bias, mode="drop")
+
+
+def keep_masked(logits: Float[Array, "b v"], mask: UInt32[Array, "b w"]) -> Float[Array, "b v"]:
+    """Drop the tokens whose bit is 0. Token 70 is bit 6 of word 2."""
+    b, v = logits.shape
+    bits = (mask[:, :, None] >> jnp.arange(MASK_BITS, dtype=jnp.uint32)[None, None, :]) & jnp.uint32(1)
+    return jnp.where(bits.reshape(b, -1)[:, :v] != 0, logits, -jnp.inf)
 
 
 def first_best(scores: Float[Array, "b v"]) -> Int[Array, " b"]:

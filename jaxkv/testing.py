@@ -9,11 +9,14 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxkv.errors import RequestError
 from jaxkv.output import Output
 from jaxkv.request import Completion, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from jaxkv.guides import Guides
 
 EOS_ID = 256
 NUM_IDS = 257
@@ -221,6 +224,15 @@ class FakeEngine:
         self._answers, self._failing = dict(answers or {}), {tuple(prompt.encode()) for prompt in failing}
         self._rows, self._step_s, self._on_step = rows, step_s, on_step
         self._live: list[FakeHandle] = []
+        self._guides: Guides | None = None
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Refuse a constraint that the engine would refuse; answers do not follow it."""
+        if params.constraint is not None or params.bad_words:
+            from jaxkv.guides import Guides
+
+            self._guides = self._guides or Guides(self.tokenizer, NUM_IDS, (EOS_ID,))
+            self._guides.prepare(params)
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None
@@ -232,6 +244,7 @@ class FakeEngine:
         self, prompt_ids: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None, name: str | None = None
     ) -> FakeGroup:
         """Put a request with `params.n` choices in the line."""
+        self.prepare(params)
         limit = self.capacity - len(prompt_ids) + 1
         if limit < 1:
             raise RequestError(f"the prompt needs {len(prompt_ids)} tokens, the pool has {self.capacity}: raise pool.tokens", "prompt")

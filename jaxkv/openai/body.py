@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from jaxkv.errors import ConfigError, RequestError
+from jaxkv.openai.constraints import CONSTRAINTS, read_constraint
 from jaxkv.openai.fields import TIERS, UNSUPPORTED, WITHOUT_EFFECT, read_top_logprobs, readers, refuse_unsupported
 from jaxkv.openai.prompts import Tokenizer, prompt_texts, read_messages, read_prompts
 from jaxkv.openai.template import TEMPLATE_FIELDS, read_template_wish
@@ -73,12 +74,13 @@ class BodyReader:
             logprobs=(logprobs := _logprobs(endpoint, given)),
             prompt_logprobs=logprobs if is_echo else None,
             priority=_priority(values),
+            constraint=read_constraint(given),
             **{field: values[field] for field in SamplingParams.__dataclass_fields__ if field in values and field not in _COMPOSED},
         )
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise refuse("min_tokens", params.min_tokens, f"at most max_tokens, which is {params.max_tokens}")
         own = _OWN | TEMPLATE_FIELDS if endpoint is Endpoint.CHAT else _OWN
-        aside = body.keys() - known.keys() - UNSUPPORTED.keys() - WITHOUT_EFFECT - own
+        aside = body.keys() - known.keys() - UNSUPPORTED.keys() - WITHOUT_EFFECT - CONSTRAINTS - own
         return ParsedBody(
             endpoint,
             prompts,

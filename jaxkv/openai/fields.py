@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.errors import RequestError
+from jaxkv.openai.constraints import bad_words
 from jaxkv.openai.values import Reader, boolean, integer, logit_bias, number, shown, stop_strings, text, token_ids
 from jaxkv.request import (
     MAX_CHOICES,
@@ -28,23 +29,16 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
     "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "stream": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -86,6 +80,7 @@ def readers(vocab_size: int) -> dict[str, Reader]:
         "context_len": integer(1),
         "n_keep": integer(0),
         "n_discard": integer(1),
+        "bad_words": bad_words,
     }
 
 

@@ -26,7 +26,7 @@ class ServeHandle(Protocol):
 
 
 class ServeEngine(Protocol):
-    """Takes requests and advances all of them step by step; only ever called by one thread."""
+    """Takes requests and advances all of them step by step; only `prepare` may be called by another thread than the one that steps."""
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
@@ -51,6 +51,8 @@ class ServeEngine(Protocol):
 
     @property
     def is_idle(self) -> bool: ...
+
+    def prepare(self, params: SamplingParams) -> Any: ...
 
     def submit_group(self, prompt: Sequence[int], params: SamplingParams, *, on_token: Any = None, name: str | None = None) -> Any: ...
 

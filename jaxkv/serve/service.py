@@ -118,9 +118,12 @@ class Service:
     async def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, name: str) -> list[Inbox]:
         """Take a request, all of its sequences or none: the choices of the first prompt, those of the second, and so on.
 
-        Raises RequestError for one that can never be served, ApiError for one too many.
+        Raises RequestError for one that can never be served, ApiError for one too many. Grammars are compiled beside the engine's thread.
         """
-        self.check_open()
+        engine = self.check_open()
+        if params.constraint is not None or params.bad_words:
+            await self.work(lambda: engine.prepare(params))
+            self.check_open()
         inboxes = self.crowd.admit(len(prompts) * params.n)
         try:
             await self._command(lambda post: post.submit(inboxes, prompts, params, name))

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxkv.config import Config
+from jaxkv.constraint import Constraint
 from jaxkv.engine import Engine
 from jaxkv.models import dense_logits
 from jaxkv.request import SamplingParams
@@ -85,3 +86,41 @@ def test_the_logprobs_of_a_prompts_own_tokens_are_the_dense_references(smollm2: 
             assert np.abs(found - expected[np.arange(len(ids) - 1), ids[1:]]).max() < 2e-4
             said = [entry for entry in entries[len(prompt["input_ids"]) :] if entry is not None]
             assert all(entry.logprob == entry.top[0][1] for entry in said)  # greedy, so each is the likeliest
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "minimum": 1, "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.slow
+def test_a_person_by_schema_is_one_and_the_same_when_parked_every_three_tokens(smollm2: Path) -> None:
+    """Three ways: greedy, sampled, and sampled with a word that the free answer has."""
+    schema = Constraint("json_schema", json.dumps(PERSON))
+    wishes = [
+        SamplingParams(constraint=schema, max_tokens=60, temperature=0, logprobs=1),
+        SamplingParams(constraint=schema, max_tokens=60, temperature=0.9, seed=1, n=2),
+        SamplingParams(constraint=schema, max_tokens=60, temperature=0, bad_words=("John", "Jo")),
+    ]
+    with Engine(config(smollm2, pool={"tokens": 1024})) as engine:
+        text = engine.tokenizer.render_chat([{"role": "user", "content": "Invent a person: name and age, as JSON."}])
+        prompt = engine.tokenizer.encode(text, add_special_tokens=False)
+        plain = engine.generate([prompt] * 3, wishes)
+        handles = [handle for wish in wishes for handle in engine.submit_group(prompt, wish).choices]
+        num_parked = 0
+        for count in range(3, 60, 3):
+            for handle in handles:
+                tiny.step_to(engine, handle, count)
+            num_parked += sum(engine.scheduler.park(handle.seq_id) == "" for handle in handles if not handle.done)
+        parked = [handle.result() for handle in handles]
+        assert engine.num_compiles_after_warmup == 0
+    assert num_parked > 12
+    assert [tiny.content(answer) for answer in parked] == [tiny.content(answer) for answer in plain]
+    for answer in plain:
+        found = json.loads(answer.text)
+        assert list(found) == ["name", "age"] and len(found["name"]) <= 30 and 1 <= found["age"] <= 120
+        assert answer.finish_reason == "stop"
+    assert "Jo" not in plain[3].text

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.masks import allow
 from jaxkv.sampling import Knobs, Sampled, first_best, keep_top_k, keep_top_p, neutral_knobs, sample
 
 V = 64
@@ -210,6 +211,40 @@ def test_a_tiny_temperature_is_greedy_and_never_a_token_out_of_nowhere() -> None
     logits = random_logits(4, 9)
     knobs = rows(4, temperature=[1e-3, 1e-30, 1.2e-38, 3e-39])
     assert run(logits, knobs).token.tolist() == logits.argmax(-1).tolist()
+
+
+# Masks
+
+
+def masked(knobs: Knobs, row: int, *ids: int) -> Knobs:
+    mask, is_masked = knobs.mask.copy(), np.array(knobs.is_masked)
+    mask[row], is_masked[row] = 0, True
+    allow(mask[row], np.array(ids))
+    return knobs._replace(mask=mask, is_masked=is_masked)
+
+
+def test_a_masked_row_draws_only_from_its_mask_before_any_threshold_and_the_others_keep_their_tokens() -> None:
+    logits = random_logits(40, 13)
+    knobs = rows(40, temperature=[0, 0.8] * 20, top_k=2, num_generated=np.arange(40))
+    plain = run(logits, knobs)
+    for row in range(0, 40, 3):
+        knobs = masked(knobs, row, 1, 33, 34, 63)
+    found = run(logits, knobs)
+    for row in range(40):
+        if row % 3:
+            assert bits(found, row) == bits(plain, row)
+            continue
+        best = sorted((1, 33, 34, 63), key=lambda token: -logits[row, token])
+        assert found.token[row] in (best[:1] if row % 2 == 0 else best[:2])
+        assert found.logprob[row] == pytest.approx(log_softmax(logits[row])[found.token[row]], abs=1e-5)
+    assert {int(found.token[row]) for row in range(0, 40, 3)} == {1, 33, 34}
+
+
+def test_a_mask_is_stronger_than_any_bias_and_of_one_token_leaves_no_choice() -> None:
+    knobs = rows(3, temperature=[0, 1, 1], repetition=1.5, presence=2, history_len=9, prompt_len=2)
+    for row in range(3):
+        knobs = masked(biased(knobs, row, {5: 100.0, 40: -100.0}), row, 40)
+    assert run(random_logits(3, 14), knobs).token.tolist() == [40, 40, 40]
 
 
 # All together, in order

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 
 import jax
 import pytest
@@ -148,3 +149,33 @@ def test_neither_prompt_nor_answer_is_logged_at_any_level(caplog):
     ours = "\n".join(record.getMessage() for record in caplog.records if record.name == "jaxkv")
     assert "park" in ours and "zebra" not in ours
     assert not [text for text, _, _ in answers if text[:20] in ours]
+
+
+def test_forms_of_crowded_streams_are_those_of_the_uncrowded_run_and_one_that_cannot_be_had_is_a_400():
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "^[b-z]{30}$"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    forms = [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}, "logit_bias": {"9": -100, "10": -100, "32": -100}},
+        {"regex": "[a-f]{50}"},
+        {"guided_choice": ["yes and no " * 5, "no"], "logit_bias": {str(ord("y")): 100}},
+        {"bad_words": ["a", "e"]},
+    ]
+
+    async def talk(http, service):
+        asked = [{**body, **form, "ignore_eos": False} for body, form in zip(bodies(), forms, strict=True)]
+        crowded = await asyncio.gather(*(stream(http, body) for body in asked))
+        refused = await http.post(CHAT, json=chat("a", response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}))
+        return crowded, [await stream(http, body) for body in asked], refused
+
+    crowded, quiet, refused = serve(talk, pool__tokens=NEED // 2)
+    assert [found[:2] for found in crowded] == [found[:2] for found in quiet]
+    assert any(": parked" in comments for _, _, comments in crowded)
+    texts = [text for text, _, _ in crowded]
+    assert list(json.loads(texts[0])) == ["a"] and re.fullmatch("[a-f]{50}", texts[1]) and texts[2] == "yes and no " * 5
+    assert not {"a", "e"} & set(texts[3])
+    assert [reason for _, reason, _ in crowded][:3] == ["stop"] * 3
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "response_format"

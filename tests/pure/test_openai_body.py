@@ -164,7 +164,6 @@ def test_a_wrong_value_is_refused_with_what_was_got_and_what_is_allowed(field: s
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("response_format", {"type": "json_object"}, None),
         ("logprobs", 1, "logprobs: got 1, allowed: true or false"),
         ("top_logprobs", 2, "top_logprobs: needs logprobs: true"),
         ("top_logprobs", 21, "top_logprobs: got 21, allowed: a whole number from 0 to 20"),
@@ -286,8 +285,6 @@ def test_roles_and_names_reach_the_template_as_they_are() -> None:
 
 
 def test_long_refusals_say_the_same_things() -> None:
-    said = refusal(CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}})
-    assert said == 'response_format: got {"type": "json_object"}, which is not supported; leave it out or {"type": "text"}'
     said = refusal(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
     assert said == 'messages[0].content[0].type: got "image_url", which is not supported; allowed: text'
     said = refusal(CHAT, {"messages": HELLO, "logit_bias": {str(i): 0 for i in range(301)}})

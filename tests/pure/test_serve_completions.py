@@ -177,8 +177,13 @@ REFUSED = [
     (CHAT, chat(timeout_s=0), "timeout_s", "timeout_s: got 0, allowed: a number above 0 to 1e+09"),
     (CHAT, chat(tools=[{"a": 1}]), "tools[0].type", 'tools[0].type: got null, allowed: "function"'),
     (
-        *(CHAT, chat(response_format={"type": "json_object"}), "response_format"),
-        'response_format: got {"type": "json_object"}, which is not supported; leave it out or {"type": "text"}',
+        *(CHAT, chat(response_format={"type": "json"}), "response_format"),
+        'response_format: got {"type": "json"}, allowed: an object with "type": text, json_object or json_schema',
+    ),
+    (CHAT, chat(regex="(a"), "regex", 'regex: at 1(8): invalid regex "(a" (in regex): regex parse error: unclosed group'),
+    (
+        *(CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": "x" * 70_000}}})),
+        *("response_format", "response_format: got 70012 bytes, allowed: at most 65536"),
     ),
     (
         *(CHAT, chat([{"type": "image_url"}]), "messages[0].content[0]"),
