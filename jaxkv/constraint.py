@@ -12,6 +12,7 @@ KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
 MAX_TEXT_BYTES = 2**16
 MAX_DEPTH = 64  # brackets within brackets: what reads a schema or a grammar goes down with each of them
 MAX_CHOICES = 1000
+BLANKS = r"(\n[ \t]{0,24}| ?)"  # between the parts of JSON: a space or an indented line, so that blanks cannot fill an answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from jaxkv.bad_words import BadWords, Spellings
-from jaxkv.constraint import Constraint, check_constraint
+from jaxkv.constraint import BLANKS, Constraint, check_constraint
 from jaxkv.errors import JaxkvError, RequestError
 from jaxkv.extras import require_extra
 from jaxkv.guide import Guide, one_line
 from jaxkv.request import SamplingParams
 
 _KEPT = 64  # compiled constraints, and as many lists of words
-_BLANKS = r"(\n[ \t]{0,24}| ?)"  # between the parts of JSON: a space or an indented line, so that blanks cannot fill an answer
 
 
 class Tokenizer(Protocol):
@@ -113,7 +112,7 @@ def grammar_of(constraint: Constraint) -> str:
     if constraint.kind == "grammar":
         return str(matcher.grammar_from_lark(constraint.text))
     schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
-    return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS}))
+    return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": BLANKS}))
 
 
 def _literal(text: str) -> str:

@@ -14,6 +14,7 @@ from jaxkv.openai.constraints import CONSTRAINTS, read_constraint
 from jaxkv.openai.fields import TIERS, UNSUPPORTED, WITHOUT_EFFECT, read_top_logprobs, readers, refuse_unsupported
 from jaxkv.openai.prompts import Tokenizer, prompt_texts, read_messages, read_prompts
 from jaxkv.openai.template import TEMPLATE_FIELDS, read_template_wish
+from jaxkv.openai.tool_grammar import constrain
 from jaxkv.openai.tools import TOOL_FIELDS, ToolUse, read_tool_use, refuse_tools
 from jaxkv.openai.values import boolean, integer, refuse, shown, token_ids
 from jaxkv.request import SamplingParams
@@ -68,13 +69,14 @@ class BodyReader:
         values = {field: read(field, given[field]) for field, read in known.items() if field in given}
         if values.get("stop") and self.tokenizer is None:
             raise RequestError("stop: this model has no tokenizer, so there is no text to look in; use stop_token_ids", "stop")
+        form = read_constraint(given)
         params = SamplingParams(
             max_tokens=_max_tokens(endpoint, values),
             seed=values.pop("seed", default_seed),
             logprobs=(logprobs := _logprobs(endpoint, given)),
             prompt_logprobs=logprobs if is_echo else None,
             priority=_priority(values),
-            constraint=read_constraint(given),
+            constraint=form if tool_use is None else constrain(tool_use, form),
             **{field: values[field] for field in SamplingParams.__dataclass_fields__ if field in values and field not in _COMPOSED},
         )
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:

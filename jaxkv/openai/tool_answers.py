@@ -16,7 +16,7 @@ class ChoiceCalls:
     """
 
     def __init__(self, use: ToolUse, prompt: Sequence[int], seed: int, choice: int) -> None:
-        self._parser = CallParser(use.names, is_parallel=use.is_parallel, is_forced=use.is_forced)
+        self._parser = CallParser(use.names, is_parallel=use.is_parallel, is_guided=use.is_guided)
         self._place, self._prompt = f"{seed}:{choice}", ",".join(map(str, prompt))
 
     def message(self, text: str) -> dict[str, Any]:

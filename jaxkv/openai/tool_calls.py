@@ -12,7 +12,7 @@ from typing import NoReturn
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_DEPTH = 128  # of a call's object
-_HEADER = re.compile(r'\{"name": "([^"\\]+)", "arguments": ')  # as forced calls begin
+_HEADER = re.compile(r'\{"name": "([^"\\]+)", "arguments": ')  # as calls begin that a grammar guides
 _KEY = re.compile(r'[{,][ \t\n\r]*("(?:[^"\\]|\\.)*")[ \t\n\r]*:[ \t\n\r]*')
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -47,16 +47,16 @@ class CallParser:
     """Takes an answer's text piece by piece and gives its parts, each as soon as it is certain.
 
     A call is certain when its object is whole, is JSON, and calls one of `names`; whatever else begins like a call is content, as it was
-    written. Where a grammar forces calls (`is_forced`) arguments are given as they grow. Space around calls is dropped. Unless calls may be
-    `is_parallel`, all that follows the first one is dropped too.
+    written. Where a grammar sees to it that what begins like a call is one (`is_guided`), arguments are given as they grow. Space around
+    calls is dropped. Unless calls may be `is_parallel`, all that follows the first one is dropped too.
     """
 
-    def __init__(self, names: Collection[str], *, is_parallel: bool = True, is_forced: bool = False) -> None:
+    def __init__(self, names: Collection[str], *, is_parallel: bool = True, is_guided: bool = False) -> None:
         self.num_calls = 0
-        self._names, self._is_parallel, self._is_forced = names, is_parallel, is_forced
+        self._names, self._is_parallel, self._is_guided = names, is_parallel, is_guided
         self._text = ""  # what has come and is not given: space, part of a marker, a call that is not certain
         self._object: _Object | None = None  # in a call
-        self._num_given: int | None = None  # in a forced call: up to where in the text its arguments are given
+        self._num_given: int | None = None  # in a call that is guided: up to where in the text its arguments are given
         self._is_after = False  # behind a call's object, where its end marker may stand
 
     def feed(self, text: str) -> list[Part]:
@@ -95,7 +95,7 @@ class CallParser:
     def _read_call(self, found: "_Object", parts: list[Part]) -> bool:
         """Look for the end of a call's object."""
         is_whole = found.scan(self._text)
-        if self._is_forced:
+        if self._is_guided:
             self._stream(found, parts)
         if is_whole is None:
             return False
@@ -111,7 +111,7 @@ class CallParser:
         return True
 
     def _stream(self, found: "_Object", parts: list[Part]) -> None:
-        """Give what has come of a forced call's arguments, after its name."""
+        """Give what has come of a guided call's arguments, after its name."""
         if found.inner is None:
             return
         if self._num_given is None:

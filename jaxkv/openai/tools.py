@@ -25,18 +25,25 @@ _CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"nam
 class ToolUse:
     """The tools of one request, as its chat template gets them, and how they may be used.
 
-    `named` is the one tool that must be called, if `tool_choice` named one; else `is_required` says whether there must be a call.
+    `named` is the one tool that must be called, if `tool_choice` named one; else `is_required` says whether there must be a call. The
+    arguments of `strict` tools must be what their schemas say, to the last word.
     """
 
     tools: tuple[Mapping[str, Any], ...]
     is_required: bool = False
     named: str | None = None
     is_parallel: bool = True  # whether there may be more than one call in an answer
+    strict: frozenset[str] = frozenset()
 
     @property
     def is_forced(self) -> bool:
         """Whether the answer must be calls and nothing else."""
         return self.is_required or self.named is not None
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a grammar sees to it that what begins like a call is one."""
+        return self.is_forced or bool(self.strict)
 
     @property
     def names(self) -> frozenset[str]:
@@ -46,15 +53,14 @@ class ToolUse:
 
 def read_tool_use(body: Mapping[str, Any], unknown: set[str]) -> ToolUse | None:
     """What a body says about tools; None where no call can be made. `unknown` gets the names of keys nobody knows."""
-    tools = _tools(body.get("tools"), unknown)
+    strict = set[str]()
+    tools = _tools(body.get("tools"), strict, unknown)
     choice = _choice(body.get("tool_choice"), [tool["function"]["name"] for tool in tools])
     is_parallel = boolean("parallel_tool_calls", body["parallel_tool_calls"]) if body.get("parallel_tool_calls") is not None else True
     if not tools or choice == "none":
         return None
-    if choice != AUTO:
-        raise RequestError(f'tool_choice: got {shown(choice)}, which is not supported; leave it out or "none" or "auto"', "tool_choice")
     named = choice["function"]["name"] if isinstance(choice, dict) else None
-    return ToolUse(tuple(tools), choice == REQUIRED, named, is_parallel)
+    return ToolUse(tuple(tools), choice == REQUIRED, named, is_parallel, frozenset(strict))
 
 
 def refuse_tools(body: Mapping[str, Any], endpoint: str) -> None:
@@ -64,14 +70,14 @@ def refuse_tools(body: Mapping[str, Any], endpoint: str) -> None:
         raise RequestError(f"{field}: does not belong to {endpoint}; chats can call tools", field)
 
 
-def _tools(value: Any, unknown: set[str]) -> list[dict[str, Any]]:
+def _tools(value: Any, strict: set[str], unknown: set[str]) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list):
         raise refuse("tools", value, f"a list of at most {MAX_TOOLS} functions")
     if len(value) > MAX_TOOLS:
         raise RequestError(f"tools: got {len(value)}, allowed: at most {MAX_TOOLS}; offer fewer at a time", "tools")
-    tools = [_tool(f"tools[{index}]", tool, unknown) for index, tool in enumerate(value)]
+    tools = [_tool(f"tools[{index}]", tool, strict, unknown) for index, tool in enumerate(value)]
     names = [tool["function"]["name"] for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -84,8 +90,8 @@ def _tools(value: Any, unknown: set[str]) -> list[dict[str, Any]]:
     return tools
 
 
-def _tool(field: str, value: Any, unknown: set[str]) -> dict[str, Any]:
-    """A definition as it was given; `strict` is left out, since it is about answers and not about the tool."""
+def _tool(field: str, value: Any, strict: set[str], unknown: set[str]) -> dict[str, Any]:
+    """A definition as it was given, but without `strict`, which is about answers; the name goes into `strict` instead."""
     if not isinstance(value, dict):
         raise refuse(field, value, 'an object such as {"type": "function", "function": {"name": "..."}}')
     if value.get("type") != "function":
@@ -98,8 +104,8 @@ def _tool(field: str, value: Any, unknown: set[str]) -> dict[str, Any]:
         raise refuse(f"{field}.function.name", name, "1 to 64 of the letters a to z and A to Z, digits, _, - and .")
     if function.get("description") is not None:
         text(f"{field}.function.description", function["description"])
-    if function.get("strict") is not None:
-        boolean(f"{field}.function.strict", function["strict"])
+    if function.get("strict") is not None and boolean(f"{field}.function.strict", function["strict"]):
+        strict.add(name)
     if function.get("parameters") is not None:
         _check_parameters(f"{field}.function.parameters", function["parameters"])
     unknown.update(f"tools[].{key}" for key in value.keys() - _KNOWN)

@@ -22,7 +22,7 @@ def parse(pieces, **how):
         else:
             assert part.index == len(calls) - 1
             calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
-    assert parser.num_calls == len(calls) or how.get("is_forced")
+    assert parser.num_calls == len(calls) or how.get("is_guided")
     return content, calls
 
 
@@ -82,10 +82,10 @@ def test_what_is_no_call_is_content_as_it_was_written(text):
 
 
 @pytest.mark.parametrize("text", [*(text for text, _, _ in TEXTS), *(text for text in MALFORMED if len(text) < 200)])
-@pytest.mark.parametrize("is_forced", [False, True])
+@pytest.mark.parametrize("is_guided", [False, True])
 @pytest.mark.parametrize("is_parallel", [False, True])
-def test_every_cut_of_a_text_gives_the_same(text, is_forced, is_parallel):
-    how = {"is_forced": is_forced, "is_parallel": is_parallel}
+def test_every_cut_of_a_text_gives_the_same(text, is_guided, is_parallel):
+    how = {"is_guided": is_guided, "is_parallel": is_parallel}
     whole = parse([text], **how)
     for cut in range(len(text) + 1):
         assert parse([text[:cut], text[cut:]], **how) == whole
@@ -101,8 +101,8 @@ def test_random_texts_in_random_pieces_give_the_same_as_whole_ones():
         pieces, at = [], 0
         while at < len(text):
             pieces.append(text[at : (at := at + rng.randrange(1, 9))])
-        for is_forced in (False, True):
-            assert parse(pieces, is_forced=is_forced) == parse([text], is_forced=is_forced), text
+        for is_guided in (False, True):
+            assert parse(pieces, is_guided=is_guided) == parse([text], is_guided=is_guided), text
         num_calls += len(parse([text])[1])
     assert num_calls > 50
 
@@ -123,8 +123,8 @@ def test_a_marker_that_was_none_after_all_is_given_when_that_is_certain():
     assert parser.feed("<tool_call> x") == [Content("<tool_call> "), Content("x")]
 
 
-def test_the_arguments_of_a_forced_call_come_as_they_grow():
-    parser = CallParser({"f"}, is_forced=True)
+def test_the_arguments_of_a_guided_call_come_as_they_grow():
+    parser = CallParser({"f"}, is_guided=True)
     assert parser.feed('<tool_call>\n{"name": "f", "arguments": ') == []
     assert parser.feed('{"a') == [Begin(0, "f"), Arguments(0, '{"a')]
     assert parser.feed('": {}') == [Arguments(0, '": {}')]
@@ -132,8 +132,8 @@ def test_the_arguments_of_a_forced_call_come_as_they_grow():
     assert parser.finish() == []
 
 
-def test_a_forced_call_that_is_cut_off_keeps_the_arguments_it_has():
-    assert parse(['<tool_call>\n{"name": "f", "arguments": {"a": "tru'], is_forced=True) == ("", [("f", '{"a": "tru')])
+def test_a_guided_call_that_is_cut_off_keeps_the_arguments_it_has():
+    assert parse(['<tool_call>\n{"name": "f", "arguments": {"a": "tru'], is_guided=True) == ("", [("f", '{"a": "tru')])
 
 
 def test_only_the_first_of_calls_that_may_not_be_parallel_counts_and_nothing_follows_it():

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from jaxkv.constraint import Constraint
 from jaxkv.errors import RequestError
 from jaxkv.models import tokenizer as models_tokenizer
 from jaxkv.openai import BodyReader, Endpoint, Frame, ParsedBody, build_answer
 from jaxkv.openai.chunks import ChoicePieces
+from jaxkv.openai.tool_grammar import constrain
 from jaxkv.openai.tools import ToolUse
 from jaxkv.request import Completion, SamplingParams, TokenLogprobs
 from jaxkv.testing import ByteTokenizer
@@ -60,6 +62,18 @@ def test_tools_are_read_with_how_they_may_be_used():
     assert read(body | {"tool_choice": None, "parallel_tool_calls": None}).tool_use == ToolUse((WEATHER, NOW))
 
 
+def test_a_choice_that_forces_a_call_puts_a_grammar_before_whatever_form_the_content_should_have():
+    body = {"messages": HELLO, "tools": [WEATHER, NOW], "response_format": {"type": "json_object"}}
+    required = read(body | {"tool_choice": "required"})
+    named = read(body | {"tool_choice": {"type": "function", "function": {"name": "now"}}})
+    assert required.tool_use == ToolUse((WEATHER, NOW), is_required=True)
+    assert named.tool_use == ToolUse((WEATHER, NOW), named="now")
+    assert required.params.constraint == constrain(required.tool_use, None) != named.params.constraint
+    assert read(body).params.constraint == constrain(ToolUse((WEATHER, NOW)), Constraint("json_object"))
+    assert read(body | {"tool_choice": "none"}).params.constraint == Constraint("json_object")
+    assert read({"messages": HELLO, "tools": [WEATHER]}).params.constraint is None
+
+
 def test_without_tools_or_with_the_choice_of_none_the_prompt_has_none_and_nothing_is_called():
     plain = read({"messages": HELLO})
     assert plain.tool_use is None
@@ -68,7 +82,8 @@ def test_without_tools_or_with_the_choice_of_none_the_prompt_has_none_and_nothin
 
 
 def test_strict_is_read_and_kept_out_of_the_definition_that_the_model_sees():
-    assert read({"messages": HELLO, "tools": function(strict=True)}).tool_use.tools == tuple(function())
+    body = {"messages": HELLO, "tools": [*function(strict=True), *function(name="g", strict=False)]}
+    assert read(body).tool_use == ToolUse((*function(), *function(name="g")), strict=frozenset({"f"}))
 
 
 def test_keys_that_nobody_knows_are_named_and_left_aside():
