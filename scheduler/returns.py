@@ -15,7 +15,7 @@ from jaxkv.scheduler.policies import RETURNS, Applicant
 from jaxkv.scheduler.prefix import num_in_use, share_prefix
 from jaxkv.scheduler.replay import start_replay
 from jaxkv.scheduler.sequence import Sequence, State
-from jaxkv.scheduler.shift import shift_pages
+from jaxkv.scheduler.shift import copied_pages, shift_pages
 
 LOOK_AHEAD = 32  # new ones that a policy may choose from: a plan does not walk the whole waiting line
 
@@ -31,7 +31,7 @@ def let_in(books: Books, turn: Turn) -> None:
         if seq is None:
             return
         head.num_bypassed += seq is not head
-        spare -= gate_pages(books.config, seq, margin) - num_in_use(books, seq)
+        spare -= gate_pages(books.config, seq, margin) - num_spared(books, seq)
         enter(books, turn, seq)
         dispatch_restores(books, turn)
 
@@ -48,7 +48,18 @@ def spare_pages(books: Books, margin: int) -> int:
 
 def promised_pages(books: Books, seq: Sequence, margin: int) -> int:
     """Pages that a resident may still count on."""
-    return gate_pages(books.config, seq, margin) - len(seq.pages) + (0 if seq.shift is None else shift_pages(books, seq))
+    num_pages = gate_pages(books.config, seq, margin) - len(seq.pages)
+    if seq.shift is None:
+        return num_pages
+    is_reserved = books.config.admission == "reserve"
+    return num_pages + (copied_pages(books, seq) if is_reserved else shift_pages(books, seq))
+
+
+def num_spared(books: Books, seq: Sequence) -> int:
+    """Pages that it need not take, since others have them. With `reserve` none where a context may shift: a shift copies what is shared."""
+    if books.config.admission == "reserve" and any(one.shift is not None for one in (seq, *books.residents)):
+        return 0
+    return num_in_use(books, seq)
 
 
 def first_in_line(books: Books) -> Sequence | None:
@@ -77,7 +88,7 @@ def applicant(books: Books, turn: Turn, seq: Sequence, spare: int) -> Applicant:
     """The picture of one in the line. It fits if its pages are there, its whole image is, and a chunk may be sent."""
     num_pages = gate_pages(books.config, seq, gate_margin(books) if books.residents else 0)
     if num_pages > spare:
-        num_pages -= num_in_use(books, seq)
+        num_pages -= num_spared(books, seq)
     is_ready = seq.state is not State.PARKING and (turn.chunks_left > 0 or not seq.image)
     since = seq.added_at if seq.parked_since is None else seq.parked_since
     return Applicant(

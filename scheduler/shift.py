@@ -81,6 +81,12 @@ def shift_pages(books: Books, seq: Sequence) -> int:
     return max(0, num_copied - sum(not is_shared(books, page) for page in seq.pages[first:after]))
 
 
+def copied_pages(books: Books, seq: Sequence) -> int:
+    """Pages that shifts may take at most, sooner or later, for copies of what others hold too."""
+    assert seq.shift is not None
+    return sum(is_shared(books, page) for page in seq.pages[seq.shift.n_keep // books.config.page_size :])
+
+
 def shift_context(books: Books, turn: Turn, seq: Sequence) -> None:
     """Drop the pages after the kept ones; those behind them move up, into pages of its own."""
     assert seq.shift is not None and seq.row is not None

@@ -49,6 +49,11 @@ def test_many_random_runs_keep_every_promise() -> None:
         run_named(seed)
 
 
+def test_room_that_is_reserved_covers_the_copies_of_a_shared_prompt_that_contexts_make_when_they_shift() -> None:
+    """A run in which it did not: two with one prompt came in where only one of them had room for pages of its own."""
+    run_named(12986)
+
+
 @pytest.mark.parametrize("seed", [3, 8, 21, 34])
 def test_a_run_is_the_same_every_time(seed: int) -> None:
     first, second = run_seed(seed), run_seed(seed)
