@@ -70,15 +70,20 @@ def shift_contexts(books: Books, turn: Turn) -> None:
 
 
 def shift_pages(books: Books, seq: Sequence) -> int:
-    """Free pages that the shift takes which is due: for copies of pages that others hold too, less what it frees. Mostly 0.
+    """Free pages that the shift takes which is due: for copies of pages that others hold too and for the next token, less what it frees.
+    Mostly 0.
 
     A replay shares none of the pages that will move: their keys were forgotten when they first did.
     """
     if not seq.is_full:
         return 0
+    assert seq.shift is not None
     first, after = bounds(books, seq)
     num_copied = sum(is_shared(books, page) for page in seq.pages[after:])
-    return max(0, num_copied - sum(not is_shared(books, page) for page in seq.pages[first:after]))
+    num_freed = sum(not is_shared(books, page) for page in seq.pages[first:after])
+    num_next = 0 if seq.replay_to else pages_for(seq.num_cells - seq.shift.n_discard + 1, books.config.page_size)
+    num_blank = max(0, num_next - (len(seq.pages) - (after - first)))
+    return max(0, num_copied + num_blank - num_freed)
 
 
 def copied_pages(books: Books, seq: Sequence) -> int:
