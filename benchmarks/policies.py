@@ -105,7 +105,7 @@ class Load:
     def measure(self, round_: int) -> None:
         """Every policy once."""
         for name in turns(list(POLICIES), round_):
-            self.engine.scheduler = Scheduler(self.settings(POLICIES[name]))
+            self.engine.scheduler = Scheduler(self.settings(POLICIES[name]), on_drop=self.engine.parts.transfer.discard)
             self.engine.stats = EngineStats()
             self.runs[name].append(self._run())
 

@@ -55,7 +55,8 @@ def calibrate(engine: Engine, repeats: int = 5, say: Say = lambda line: None, te
     step_s, copy_s = measure_steps(engine, repeats, programs, temperature)
     land_s = measure_landing(engine, repeats)
     say(f"host {step_s * 1e3:.2f} ms a step; a transfer chunk {copy_s * 1e3:.2f} ms of its step, arrived after {land_s * 1e3:.2f} ms")
-    engine.scheduler = Scheduler(engine.parts.scheduler_config)  # the old one may believe that some pages still hold a prompt
+    config, on_drop = engine.parts.scheduler_config, engine.parts.transfer.discard
+    engine.scheduler = Scheduler(config, on_drop=on_drop)  # the old one may believe that some pages still hold a prompt
     layout = engine.parts.layout
     token_bytes = layout.page_bytes // layout.page_size
     costs = Costs(step_s=step_s, copy_s=copy_s, land_s=land_s, token_bytes=token_bytes, **decode, **prefill)

@@ -7,6 +7,7 @@ it got, with priority 0. Other fields are left alone.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def read_trace(path: Path) -> list[Request]:
 def _read_line(line: str, where: str) -> Request:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: got a {type(fields).__name__}, a trace has one object a line, such as {EXAMPLE}")
@@ -63,9 +64,9 @@ def _read_line(line: str, where: str) -> Request:
 
 
 def _number(fields: dict[str, Any], name: str, where: str, least: int | None, kind: Any) -> Any:
-    """A field that is a finite number, and not less than `least`."""
+    """A field that is a finite number, as a float too, and not less than `least`."""
     value: Any = fields.get(name)
-    is_number = isinstance(value, kind) and not isinstance(value, bool) and value == value and value not in (float("inf"), float("-inf"))
+    is_number = isinstance(value, kind) and not isinstance(value, bool) and abs(value) <= sys.float_info.max  # NaN is not, nor is 10**400
     if is_number and (least is None or value >= least):
         return value
     word = "an integer" if kind is int else "a number"

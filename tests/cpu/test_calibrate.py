@@ -25,12 +25,19 @@ def test_a_factor_below_zero_is_left_out():
     assert found[1] == 0.0 and 1.0 < found[0] < 2.0 and error > 0.1
 
 
-def test_costs_are_measured_and_the_engine_answers_as_before():
+def test_costs_are_measured_and_the_engine_answers_and_parks_as_before():
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     with tiny.engine(pool__tokens=256) as made:
         before = tiny.run(made, [tiny.prompt(12)], params)
         found = calibrate(made, repeats=2)
         assert [tiny.content(one) for one in tiny.run(made, [tiny.prompt(12)], params)] == [tiny.content(one) for one in before]
+        handle = made.submit(tiny.prompt(12), params)
+        tiny.step_to(made, handle, 3)
+        assert made.scheduler.park(handle.seq_id) == ""
+        assert tiny.content(handle.result()) == tiny.content(before[0])
+        tiny.settle(made)
+        assert made.scheduler.counters.num_parks_copied == 1
+        assert made.parts.transfer.stored == {}  # host memory that nobody needs is given back, as before
     costs = found.costs
     assert costs.decode_s + costs.decode_longest_s + costs.decode_token_s > 0  # a tiny step is mostly noise
     assert costs.token_bytes == made.parts.layout.page_bytes // 4

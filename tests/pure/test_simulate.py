@@ -275,6 +275,8 @@ GOOD = '{"arrival_s": 0, "prompt_tokens": 4, "generated_tokens": 5}'
         ('{"prompt_tokens": 4, "generated_tokens": 5}', "arrival_s: got nothing, allowed: a number >= 0"),
         ('{"arrival_s": -1, "prompt_tokens": 4, "generated_tokens": 5}', "arrival_s: got -1, allowed: a number >= 0"),
         ('{"arrival_s": NaN, "prompt_tokens": 4, "generated_tokens": 5}', "arrival_s: got NaN, allowed: a number >= 0"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth exceeded"),
+        (f'{{"arrival_s": {10**400}, "prompt_tokens": 4, "generated_tokens": 5}}', f"arrival_s: got {10**400}, allowed: a number >= 0"),
         ('{"arrival_s": 0, "prompt_tokens": 0, "generated_tokens": 5}', "prompt_tokens: got 0, allowed: an integer >= 1"),
         ('{"arrival_s": 0, "prompt_tokens": 1.5, "generated_tokens": 5}', "prompt_tokens: got 1.5, allowed: an integer >= 1"),
         ('{"arrival_s": 0, "prompt_tokens": 4, "generated_tokens": true}', "generated_tokens: got true, allowed: an integer >= 1"),
