@@ -596,6 +596,22 @@ def test_the_leader_is_spared_and_a_starved_one_is_passed_over() -> None:
     assert job.tokens == {0: 60, 1: 60, 2: 60, 3: 60}
 
 
+def test_the_leader_is_not_parked_even_where_nobody_else_may_leave_but_waits() -> None:
+    # 50 pages of one token. The other is on its way back for 20 steps, with 13 pages; the leader fills the other 37 meanwhile.
+    job = loop(50, rows=2, page_size=1, margin_steps=0, delay=20)
+    job.add(0, 8, 43)
+    job.add(1, 8, 30)
+    job.run(until=lambda: job.num_cells(1) == 12)
+    assert job.scheduler.park(1) == ""
+    job.run(until=lambda: job.num_cells(0) == 37)
+    for _ in range(3):
+        job.step()
+    assert job.num_cells(0) == 37 and job.scheduler.state(1) is State.RESTORING
+    assert job.scheduler.counters.num_parks == 1
+    job.run()
+    assert job.tokens == {0: 43, 1: 30}
+
+
 def test_staging_that_is_spent_delays_chunks_and_nothing_else() -> None:
     job = FakeLoop(config(128, chunk_pages=4), delay=lambda chunk: 3, num_staging=1)
     job.add(0, 40, 60)
