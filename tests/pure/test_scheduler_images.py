@@ -64,6 +64,17 @@ def test_what_is_kept_goes_first_when_an_image_needs_the_room() -> None:
     assert job.tokens == {0: 40, 1: 40}
 
 
+def test_of_what_is_kept_the_oldest_goes_first() -> None:
+    job = FakeLoop(config(host_budget_bytes=120))
+    for seq_id in range(3):
+        job.add(seq_id, 12, 60)
+    assert park_at(job, 0, 12) == (30, 0)
+    assert park_at(job, 1, 20) == (50, 0)
+    assert park_at(job, 2, 28) == (70, 0)  # three chunks too many: those of 0
+    assert park_at(job, 1, 32) == (80, 50)
+    assert park_at(job, 0, 40) == (100, 0)
+
+
 def test_the_pages_of_what_is_kept_are_free_at_once_even_when_pages_are_held() -> None:
     job = FakeLoop(config(hold=True), delay=lambda chunk: 30)
     job.add(0, 12, 40)
