@@ -153,15 +153,15 @@ def test_a_prompt_longer_than_its_context_is_refused() -> None:
 
 
 @pytest.mark.parametrize("victim", ["smallest", "largest"])
-@pytest.mark.parametrize(("num_pages", "num", "length"), [(256, 2, 3000), (384, 3, 2000)])
+@pytest.mark.parametrize(("num_pages", "num", "length"), [(256, 2, 1500), (384, 3, 1000)])
 def test_generations_without_end_take_turns_by_rotation_and_all_finish(num_pages: int, num: int, length: int, victim: str) -> None:
     """A step of the fake loop is a second: whoever waited ten has one leave that has shifted and had its ten. Contexts of 200 in 256."""
     job = loop(num_pages, rows=4, rotate_after_s=10.0, victim=victim)
     for seq_id in range(num):
         job.add(seq_id, 8, length, shift=ContextShift(200, 0, 10))
-    job.run(until=lambda: min(job.tokens.values()) > 1000)
-    assert max(job.tokens.values()) < 1800  # none runs away
-    assert job.scheduler.counters.num_rotations > 50
+    job.run(until=lambda: min(job.tokens.values()) > 500)
+    assert max(job.tokens.values()) < 950  # none runs away
+    assert job.scheduler.counters.num_rotations > 25
     job.run()
     assert job.tokens == dict.fromkeys(range(num), length)
     assert all(job.scheduler.state(seq_id) is State.FINISHED for seq_id in range(num))
