@@ -9,7 +9,7 @@ ample pool, and the time between two tokens of those that run. A pause is a gap 
 Each server is a process of its own, started once; loads take turns:
 
 * ample: the pool holds everything; half: half of it; rotating: half, and whoever waits `--rotate-s` takes the place of one that runs;
-* half_no_limit: half, without `max_tokens`, so each chat fills `model.max_len`; half_apart: `--apart` seconds between chats.
+* half_apart: half, with `--apart` seconds between chats.
 
 Every answer must be the same text as in the ample pool's first round.
 """
@@ -36,7 +36,7 @@ from jaxkv.simulate.cases import list_cases
 from jaxkv.stats import spread
 
 OPTIONS: dict[str, Any] = {"chats": 4, "prompt": 285, "answer": 512, "apart": 3.0, "rotate_s": 0.5, "pool_share": 0.5}
-LOADS = {"ample": "ample", "half": "half", "rotating": "rotating", "half_no_limit": "half", "half_apart": "half"}  # by name: its server
+LOADS = {"ample": "ample", "half": "half", "rotating": "rotating", "half_apart": "half"}  # by name: its server
 READY = re.compile(r"http://127\.0\.0\.1:(\d+)")
 START_S = 300.0
 
@@ -193,10 +193,8 @@ class Load:
         o = self._options
         time.sleep(max(0.0, due - time.perf_counter()))
         prompt = np.random.default_rng(i).integers(1000, 40000, o.prompt).tolist()
-        body = {"prompt": prompt, "seed": i, "temperature": 0.7, "ignore_eos": True}
+        body = {"prompt": prompt, "seed": i, "temperature": 0.7, "ignore_eos": True, "max_tokens": o.answer}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if not self.name.endswith("no_limit"):
-            body["max_tokens"] = o.answer
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
         stream = Stream(due + i * 1e-9)
         streams.append(stream)
