@@ -15,12 +15,8 @@ _ADDED_UP = 10  # arrays that a checksum adds up before it reduces them: measure
 
 
 def gather_pages(pool: PoolArrays, ids: Int[Array, " p"]) -> tuple[PoolArrays, UInt[Array, ""]]:
-    """Copy pages out of every layer. Padding ids name any page, the trash page by custom.
-
-    The barrier has the checksum read the copy, which lies in one piece and partly in caches: without it XLA gathers everything twice.
-    """
+    """Copy pages out of every layer. Padding ids name any page, the trash page by custom."""
     pages = [(jnp.take(k, ids, axis=0, mode="clip"), jnp.take(v, ids, axis=0, mode="clip")) for k, v in pool]
-    pages = lax.optimization_barrier(pages)
     return pages, checksum(pages)
 
 
