@@ -16,7 +16,6 @@ Every answer must be the same text as in the ample pool's first round.
 
 import http.client
 import json
-import os
 import re
 import subprocess
 import sys
@@ -78,7 +77,7 @@ def server(setup: Setup, fields: dict[str, Any]) -> Iterator[int]:
     """The port of a server in a process of its own, once it serves; it is asked to stop at the end."""
     words = [f"--{name}={value}" for name, value in {**setup.overrides, **fields, "server.port": 0, "server.page": "false"}.items()]
     command = [sys.executable, "-m", "jaxkv", "serve", str(setup.path), *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: list[str] = []
     port: list[int] = []
 
@@ -175,13 +174,12 @@ class Load:
         """One round."""
         apart = self._options.apart if self.name.endswith("apart") else 0.0
         before, begun = self._figures(), time.perf_counter()
-        streams: list[Stream] = []
-        asking = [threading.Thread(target=self._ask, args=(i, begun + i * apart, streams)) for i in range(self._options.chats)]
+        streams = [Stream(begun + i * apart) for i in range(self._options.chats)]
+        asking = [threading.Thread(target=self._ask, args=(i, stream)) for i, stream in enumerate(streams)]
         for one in asking:
             one.start()
         for one in asking:
             one.join()
-        streams.sort(key=lambda stream: stream.begun)
         self.walls.append(max(stream.last for stream in streams) - begun)
         after = self._figures()
         self._steps.append(after["decode_steps"] - before["decode_steps"])
@@ -189,15 +187,13 @@ class Load:
         self._streams.append(streams)
         self.texts.append([stream.text for stream in streams])
 
-    def _ask(self, i: int, due: float, streams: list[Stream]) -> None:
+    def _ask(self, i: int, stream: Stream) -> None:
         o = self._options
-        time.sleep(max(0.0, due - time.perf_counter()))
+        time.sleep(max(0.0, stream.begun - time.perf_counter()))
         prompt = np.random.default_rng(i).integers(1000, 40000, o.prompt).tolist()
         body = {"prompt": prompt, "seed": i, "temperature": 0.7, "ignore_eos": True, "max_tokens": o.answer}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
-        stream = Stream(due + i * 1e-9)
-        streams.append(stream)
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         with connection.getresponse() as answer:
             for line in answer:

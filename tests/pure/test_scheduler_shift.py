@@ -160,7 +160,7 @@ def test_generations_without_end_take_turns_by_rotation_and_all_finish(num_pages
     for seq_id in range(num):
         job.add(seq_id, 8, length, shift=ContextShift(200, 0, 10))
     job.run(until=lambda: min(job.tokens.values()) > 500)
-    assert max(job.tokens.values()) < 950  # none runs away
+    assert max(job.tokens.values()) < 900  # none runs away
     assert job.scheduler.counters.num_rotations > 25
     job.run()
     assert job.tokens == dict.fromkeys(range(num), length)
