@@ -25,9 +25,14 @@ if TYPE_CHECKING:
     from jaxkv.models.dense import dense_logits as dense_logits
     from jaxkv.models.errors import ModelError as ModelError
     from jaxkv.models.families import FAMILIES as FAMILIES
+    from jaxkv.models.interface import Advance as Advance
     from jaxkv.models.interface import Attend as Attend
     from jaxkv.models.interface import LanguageModel as LanguageModel
+    from jaxkv.models.interface import Recurrence as Recurrence
     from jaxkv.models.sharding import check_mesh as check_mesh
+    from jaxkv.models.states import StateShape as StateShape
+    from jaxkv.models.states import state_bytes as state_bytes
+    from jaxkv.models.states import state_shapes as state_shapes
     from jaxkv.models.tokenizer import ByteTokenizer as ByteTokenizer
     from jaxkv.models.tokenizer import TextStream as TextStream
     from jaxkv.models.tokenizer import Tokenizer as Tokenizer
@@ -38,8 +43,9 @@ _HOMES = {
     "dense": ("dense_attend", "dense_logits"),
     "errors": ("ModelError",),
     "families": ("FAMILIES",),
-    "interface": ("Attend", "LanguageModel"),
+    "interface": ("Advance", "Attend", "LanguageModel", "Recurrence"),
     "sharding": ("check_mesh",),
+    "states": ("StateShape", "state_bytes", "state_shapes"),
     "tokenizer": ("ByteTokenizer", "TextStream", "Tokenizer"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -11,6 +11,7 @@ from jaxkv.models.errors import ModelError
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("default", "linear", "llama3")
+RECURRENT_KINDS = ("delta", "mamba", "mamba2")
 
 MAX_COUNT = 2**31 - 1
 MAX_LAYERS = 10_000  # a damaged file may say anything, and every layer has names to look for
@@ -40,6 +41,43 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrent:
+    """Layers that keep a state of fixed size per sequence instead of keys and values per token.
+
+    Every one has a causal convolution over the last `conv_len` inputs, and a sum over all before: per head a matrix, whose one side is the
+    head's values and whose other is what they are stored and found under.
+    """
+
+    kind: str  # one of RECURRENT_KINDS
+    layers: tuple[int, ...]  # which they are
+    num_heads: int
+    head_dim: int  # values of one head
+    num_groups: int  # heads of a group share what they store and find under
+    state_dim: int  # the other side of the matrix
+    conv_len: int
+    step_rank: int = 0  # mamba: through how few numbers a channel's step is computed
+    conv_bias: bool = False
+    bias: bool = False  # whether the projections into and out of the layer have one
+
+    @property
+    def inner_dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution. In Mamba it comes before anything is stored or found under exists."""
+        return self.inner_dim + (0 if self.kind == "mamba" else 2 * self.num_groups * self.state_dim)
+
+    @property
+    def sum_shape(self) -> tuple[int, ...]:
+        if self.kind == "mamba":
+            return (self.inner_dim, self.state_dim)
+        if self.kind == "mamba2":
+            return (self.num_heads, self.head_dim, self.state_dim)
+        return (self.num_heads, self.state_dim, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The numbers a model is built from, the same whatever file format they came from.
 
@@ -63,10 +101,12 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()  # per layer how many tokens it sees, itself included; None is all, () is all in every layer
     window_rope: Rope | None = None  # of the layers with a window, where it is another than `rope`
     query_scale: float | None = None  # what scores are multiplied with, where it is not head_dim**-0.5
+    recurrent: Recurrent | None = None  # the layers that keep a state; where all do, what only attention has is 0
+    rotary_dim: int | None = None  # how many numbers of a head turn with the position, where it is not all of them
 
     def __post_init__(self) -> None:
         check_num_layers(self.num_layers)
-        if self.num_heads % self.num_kv_heads:
+        if self.page_layers and self.num_heads % self.num_kv_heads:
             raise ModelError(f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly")
         if self.head_dim % 2:
             raise ModelError(f"model config: head_dim must be even for rotary embeddings, got {self.head_dim}")
@@ -92,6 +132,25 @@ class ModelConfig:
         return self.rope if self.window_rope is None or self.window_of(layer) is None else self.window_rope
 
     @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state per sequence."""
+        return () if self.recurrent is None else self.recurrent.layers
+
+    @property
+    def page_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values of every token."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.state_layers)
+
+    def place_of(self, layer: int) -> int:
+        """Where a layer stands among those that keep the same as it does: 3 of layers (state, state, state, pages) is the first, 0."""
+        return (self.state_layers if layer in self.state_layers else self.page_layers).index(layer)
+
+    @property
+    def turning_dim(self) -> int:
+        """How many numbers of a head turn with the position, the first ones."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
     def scale(self) -> float:
         """What the products of queries and keys are multiplied with."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
@@ -105,6 +164,8 @@ class ModelConfig:
         parts: dict[str, Any] = {name: Rope(**data[name]) for name in ("rope", "window_rope") if data.get(name)}
         if experts := data.get("experts"):
             parts["experts"] = Experts(**{**experts, "dense_layers": tuple(experts["dense_layers"])})
+        if recurrent := data.get("recurrent"):
+            parts["recurrent"] = Recurrent(**{**recurrent, "layers": tuple(recurrent["layers"])})
         return cls(**{**data, **parts, "windows": tuple(data.get("windows", ()))})
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.interface import Attend
+from jaxkv.models.interface import Advance, Attend
 from jaxkv.models.layers import (
     Embedding,
     GatedMLP,
@@ -58,7 +58,7 @@ class Attention(nnx.Module):
         self, config: ModelConfig, layer: int, dtype: jnp.dtype, *, bias: bool = False, head_norm: bool = False, plus_one: bool = False
     ):
         m, h, k, d = config.hidden_dim, config.num_heads, config.num_kv_heads, config.head_dim
-        self.layer, self.head_dim, self.scale, self.window = layer, d, config.scale, config.window_of(layer)
+        self.place, self.head_dim, self.scale, self.window = config.place_of(layer), d, config.scale, config.window_of(layer)
         self.q = Linear(m, h * d, dtype, bias=bias)
         self.k = Linear(m, k * d, dtype, bias=bias)
         self.v = Linear(m, k * d, dtype, bias=bias)
@@ -74,11 +74,12 @@ class Attention(nnx.Module):
             return rotate(heads if norm is None else norm(heads), *angles)
 
         q, k, v = turned(self.q, self.q_norm), turned(self.k, self.k_norm), split_heads(self.v(x), d)
-        out, cache = attend(self.layer, q, k, v, cache, scale=self.scale, window=self.window)
+        out, cache = attend(self.place, q, k, v, cache, scale=self.scale, window=self.window)
         return self.o(join_heads(out.astype(x.dtype))), cache
 
 
-Layer = Callable[[Array, tuple[Array, Array], Any, Attend], tuple[Array, Any]]
+# x, angles, cache and `attend`; in a layer that keeps a state () and `advance` instead
+Layer = Callable[[Array, Any, Any, Any], tuple[Array, Any]]
 
 
 class Block(nnx.Module):
@@ -96,13 +97,13 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), cache
 
 
-class Decoder(nnx.Module):
+class Stack(nnx.Module):
     """Embedding, blocks, a last norm, an output head."""
 
     plus_one = False  # whether the last norm multiplies with one more than its scale
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        self.config = config
+        self.config, self.dtype = config, jnp.dtype(dtype)
         self.embed = Embedding(config.vocab_size, config.hidden_dim, dtype)
         self.layers = nnx.List([self.make_block(config, layer, dtype) for layer in range(config.num_layers)])
         self.norm = stream_norm(config, dtype, plus_one=self.plus_one)
@@ -115,13 +116,14 @@ class Decoder(nnx.Module):
         return Block(config, dtype, Attention(config, layer, dtype), GatedMLP(config.hidden_dim, config.ffn_dim, dtype))
 
     def __call__(
-        self, tokens: Int[Array, " t"], positions: Int[Array, " t"], cache: Any, attend: Attend
+        self, tokens: Int[Array, " t"], positions: Int[Array, " t"], cache: Any, attend: Attend, advance: Advance | None = None
     ) -> tuple[Float[Array, "t m"], Any]:
-        """Hidden states after the final norm, and the cache with these tokens' keys and values added by `attend`."""
-        x, ropes = self.embedded(tokens), [self.config.rope_of(layer) for layer in range(self.config.num_layers)]
-        angles = {rope: rope_angles(positions, rope_frequencies(rope, self.config.head_dim)) for rope in dict.fromkeys(ropes)}
-        for block, rope in zip(self.layers, ropes, strict=True):
-            x, cache = block(x, angles[rope], cache, attend)
+        """Hidden states after the final norm, and the cache with what `attend` and `advance` made of these tokens."""
+        config, x = self.config, self.embedded(tokens)
+        ropes = {layer: config.rope_of(layer) for layer in config.page_layers}
+        angles = {rope: rope_angles(positions, rope_frequencies(rope, config.turning_dim)) for rope in dict.fromkeys(ropes.values())}
+        for layer, block in enumerate(self.layers):
+            x, cache = block(x, angles[ropes[layer]], cache, attend) if layer in ropes else block(x, (), cache, advance)
         return as_rows(self.norm(x)), cache
 
     def embedded(self, tokens: Int[Array, " t"]) -> Float[Array, "..."]:
@@ -134,12 +136,16 @@ class Decoder(nnx.Module):
         return head.logits(hidden)
 
     @staticmethod
-    def move_keys(config: ModelConfig, layer: int, keys: Float[Array, "t n d"], num_positions: Int[Array, ""]) -> Float[Array, "t n d"]:
-        """A layer's keys as attention stores them, as they would be so many positions further on (below zero: back)."""
-        distances = jnp.broadcast_to(num_positions, keys.shape[:1])
-        return rotate(keys, *rope_angles(distances, rope_frequencies(config.rope_of(layer), config.head_dim)))
-
-    @staticmethod
     def partition(path: str, shape: tuple[int, ...], num_shards: int) -> PartitionSpec:
         """How the parameter `path` (for example "layers.0.attn.q.weight") is split over the mesh's axis "tensor"."""
         return by_rule(SPLIT, path, shape, num_shards)
+
+
+class Decoder(Stack):
+    """A stack whose every layer is attention, with keys that turn with their position and can be moved to another."""
+
+    @staticmethod
+    def move_keys(config: ModelConfig, layer: int, keys: Float[Array, "t n d"], num_positions: Int[Array, ""]) -> Float[Array, "t n d"]:
+        """A layer's keys as attention stores them, as they would be so many positions further on (below zero: back)."""
+        distances = jnp.broadcast_to(num_positions, keys.shape[:1])
+        return rotate(keys, *rope_angles(distances, rope_frequencies(config.rope_of(layer), config.turning_dim)))

@@ -1,4 +1,7 @@
-"""Attention without a cache: the slow, obvious reference that every other attention is compared with."""
+"""Attention and recurrence without a cache: the slow, obvious reference that everything with one is compared with.
+
+A sequence is computed whole, from its first token, so nothing has to be kept.
+"""
 
 from typing import Any
 
@@ -7,7 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.interface import LanguageModel
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.interface import Advance, Inputs, LanguageModel, Recurrence
+from jaxkv.models.states import state_shapes
 
 
 def dense_attend(
@@ -33,7 +38,20 @@ def dense_attend(
     return out.reshape(t, h, d).astype(q.dtype), cache
 
 
+def dense_advance(config: ModelConfig, dtype: str) -> Advance:
+    """A whole sequence from the state before its first token, as one chunk; the cache passes through untouched."""
+    shapes = state_shapes(config, dtype)
+
+    def advance(layer: int, mixer: Recurrence, inputs: Inputs, cache: Any) -> tuple[Float[Array, "t ..."], Any]:
+        state = tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes[layer])
+        outputs, _ = mixer.chunk(inputs, state, jnp.int32(inputs[0].shape[0]))
+        return outputs, cache
+
+    return advance
+
+
 def dense_logits(model: LanguageModel, tokens: Int[Array, " t"]) -> Float[Array, "t v"]:
     """The logits at every position of one sequence, computed all at once."""
-    hidden, _ = model(tokens, jnp.arange(tokens.shape[0]), None, dense_attend)
+    advance = dense_advance(model.config, model.dtype.name)
+    hidden, _ = model(tokens, jnp.arange(tokens.shape[0]), None, dense_attend, advance)
     return model.logits(hidden)
