@@ -1,7 +1,7 @@
 """An engine's figures for Prometheus: `take` after each step, `render` when somebody asks. Owns its figures, and registers none globally.
 
 The engine keeps every gap and pause for its summary; a server runs for months, so they are counted into histograms and let go. Everything
-here is called in the engine's thread. Counters never fall, gauges are 0 when nothing is going on.
+here is called in the engine's thread, or while there is none to disturb. Counters never fall, gauges are 0 when nothing is going on.
 """
 
 from bisect import bisect_left
@@ -12,6 +12,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
+
+from jaxkv.serve.absent import no_engine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -112,9 +114,12 @@ class Meter:
                 self._histograms[name].drain(values)
 
     def render(self, engine: Any, responses: Mapping[int, int], facts: dict[str, str], *, aliases: bool) -> bytes:
-        """All figures as Prometheus reads them."""
+        """All figures as Prometheus reads them; without an engine, which a server that sleeps has not, as they were at its end."""
+        sleeps = GaugeMetricFamily("jaxkv_sleeping", "1 while the server sleeps or wakes up", engine is None)
+        engine = no_engine() if engine is None else engine
         self.take(engine)
-        families = [*self._counters(engine, responses), *gauges(engine), *self._drawn(), InfoMetricFamily("jaxkv", "What is served", facts)]
+        info = InfoMetricFamily("jaxkv", "What is served", facts)
+        families = [*self._counters(engine, responses), *gauges(engine), sleeps, *self._drawn(), info]
         if aliases:
             families += [alias(family, facts["model"]) for family in families if family.name.removeprefix("jaxkv_") in ALIASES]
         registry = CollectorRegistry()
@@ -189,7 +194,7 @@ def gauges(engine: Any) -> Iterator[Metric]:
     yield GaugeMetricFamily("jaxkv_host_bytes", "Bytes of images in host memory", status.host_bytes)
     used = status.pool_pages - status.pool_pages_free
     yield GaugeMetricFamily("jaxkv_pool_pages_used", "Pages that somebody holds", used)
-    yield GaugeMetricFamily("jaxkv_pool_use_ratio", "Share of the pool that somebody holds", used / status.pool_pages)
+    yield GaugeMetricFamily("jaxkv_pool_use_ratio", "Share of the pool that somebody holds", used / max(status.pool_pages, 1))
 
 
 def alias(family: Metric, model: str) -> Metric:

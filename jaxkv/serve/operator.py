@@ -47,8 +47,12 @@ def operator_routes(site: Site) -> APIRouter:
     async def metrics(request: Request) -> Response:
         """Figures for Prometheus; `?aliases=vllm` adds vLLM's names."""
         facts, aliases = metric_facts(site), request.query_params.get("aliases") == "vllm"
-        render = site.meter.render
-        body = await site.service.call(lambda engine: render(engine, dict(site.responses), facts, aliases=aliases), to_look=True)
+
+        def render(engine: ServeEngine | None) -> bytes:
+            return site.meter.render(engine, dict(site.responses), facts, aliases=aliases)
+
+        rests = await site.service.wait_rest()
+        body = render(None) if rests else await site.service.call(render, to_look=True)
         return Response(body, media_type=CONTENT_TYPE)
 
     return routes

@@ -193,6 +193,12 @@ class Service:
                 logger.error(Event("failed", {"reason": f"the server could not wake: {error}"}))
                 raise errors.not_awake() from None
 
+    async def wait_rest(self) -> bool:
+        """Whether there is no engine because the server sleeps or wakes up; where one is just being closed, until that is done."""
+        if self.is_sleeping and self.engine is None and not self._turned.done():
+            await asyncio.wait({self._turned})
+        return self.was_ready and self.engine is None and self.failure is None and not self._is_stopping
+
     async def _turn(self, how: Command) -> None:
         """Until the engine's thread has lain down or got up; raises ApiError where it is over."""
         if self.failure is not None or self._is_stopping:

@@ -2,7 +2,10 @@
 
 import asyncio
 import gc
+import re
+import time
 import weakref
+from itertools import pairwise
 
 import pytest
 
@@ -53,7 +56,7 @@ def test_a_server_that_sleeps_has_no_engine_and_says_so_and_answers_the_same_whe
         slept = await http.post("/sleep", headers=BOSS)
         gc.collect()
         assert slept.json() == {"is_sleeping": True} and engines.made[0]() is None
-        refused = [error(await http.get(path)) for path in ("/health", "/metrics", "/slots", "/v1/models")]
+        refused = [error(await http.get(path)) for path in ("/health", "/pool", "/slots", "/v1/models")]
         refused.append(error(await http.post(COMPLETION, json=ASKED)))
         assert set(refused) == {(503, "sleeping", "the server sleeps until its operator wakes it (POST /wake)")}
         assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
@@ -144,6 +147,60 @@ def test_counters_go_on_where_the_engine_before_stopped():
         return found
 
     assert run(talk) == [["jaxkv_requests_received_total 1.0"], ["jaxkv_requests_received_total 2.0"]]
+
+
+def figures(text):
+    """Every figure by its name and labels."""
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line and not line.startswith("#")}
+
+
+def test_figures_of_a_server_that_sleeps_are_the_last_ones_and_nothing_goes_on_in_it():
+    async def talk(http, engines, made):
+        await http.post(COMPLETION, json=ASKED)
+        engine = engines.made[0]()
+        engine.scheduler.counters.num_parks = 3
+        engine.stats.num_cancelled = 4
+        engine.stats.token_gap_s.extend([0.02, 0.3])
+        awake = await http.get("/metrics")
+        del engine
+        asking = asyncio.create_task(http.post(COMPLETION, json={**LONG, "max_tokens": 60}))
+        await until(lambda: made.service.num_busy == 1)
+        await http.post("/sleep?level=2", headers=BOSS)
+        await asking
+        asleep = [await http.get(f"/metrics{query}") for query in ("", "", "?aliases=vllm")]
+        await http.post("/wake", headers=BOSS)
+        return awake, asleep, await http.get("/metrics")
+
+    awake, asleep, after = run(talk)
+    assert {answer.status_code for answer in (awake, *asleep, after)} == {200}
+    before, *resting, aliases, later = (figures(answer.text) for answer in (awake, *asleep, after))
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", awake.text, re.MULTILINE))
+    for found, ahead in pairwise((before, *resting, later)):
+        falling = [place for place in found if kinds.get(place.partition("{")[0]) != "gauge" and ahead.get(place, 0) < found[place]]
+        assert not [place for place in falling if not place.endswith("_created")]
+    gauges = {place: value for place, value in resting[0].items() if kinds.get(place) == "gauge"}
+    assert gauges.pop("jaxkv_sleeping") == 1 and len(gauges) == 7 and set(gauges.values()) == {0}
+    assert (before["jaxkv_sleeping"], later["jaxkv_sleeping"]) == (0, 0)
+    assert resting[0]["jaxkv_requests_received_total"] == 2 and resting[0]['jaxkv_requests_total{outcome="cancelled"}'] == 4
+    assert resting[0]["jaxkv_parks_total"] == 3 and resting[0]["jaxkv_inter_token_seconds_count"] == 2
+    assert aliases['vllm:num_preemptions_total{model_name="small"}'] == 3
+
+
+def test_figures_that_are_asked_for_while_the_engine_is_closed_are_those_of_its_end():
+    class Slow(ServedFake):
+        def close(self):
+            time.sleep(0.2)
+
+    async def talk(http, engines, made):
+        await http.post(COMPLETION, json=ASKED)
+        resting = asyncio.create_task(http.post("/sleep", headers=BOSS))
+        await until(lambda: made.service.is_sleeping and made.service.engine is None)
+        found = figures((await http.get("/metrics")).text)
+        assert (await resting).status_code == 200
+        return found
+
+    found = run(talk, lambda check: Slow(step_s=0.002))
+    assert found["jaxkv_requests_received_total"] == 1 and found["jaxkv_sleeping"] == 1
 
 
 def test_an_engine_that_breaks_while_it_drains_is_told():
