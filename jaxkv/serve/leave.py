@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from contextlib import suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+INSIST_S = 0.1  # a task that passed over being cancelled is told again
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
@@ -33,7 +33,8 @@ async def _left(receive: Receive) -> None:
 
 async def _settle(task: "asyncio.Future[Any]") -> None:
     """End a task; what it raises while it ends has been told already, or interests nobody."""
-    if not task.done():
+    while not task.done():
         task.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        await asyncio.wait({task}, timeout=INSIST_S)
+    if not task.cancelled():
+        task.exception()

@@ -1,7 +1,7 @@
 """Server-sent events: how they are written, and a response that sends them until they end or the client leaves. Knows no event."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -55,5 +55,12 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for part in self._events:
-            await asyncio.wait_for(send({"type": "http.response.body", "body": part, "more_body": True}), SEND_TIMEOUT_S)
-        await asyncio.wait_for(send({"type": "http.response.body", "body": b"", "more_body": False}), SEND_TIMEOUT_S)
+            await _in_time(send({"type": "http.response.body", "body": part, "more_body": True}))
+        await _in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
+
+
+async def _in_time(sending: Awaitable[None]) -> None:
+    """Raises TimeoutError for a client that takes nothing. Not with `asyncio.wait_for`: before Python 3.12 that passes over being
+    cancelled when the sending ends in the same moment, and the stream of a client that has left would go on."""
+    async with asyncio.timeout(SEND_TIMEOUT_S):
+        await sending
