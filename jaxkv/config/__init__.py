@@ -1,5 +1,5 @@
-"""The description of one run: what can be set (`sections`), how it is read and checked (`load`), what
-host memory it comes to (`budget`), what of it the scheduler is told (`scheduler`).
+"""The description of one run: what can be set (`sections`), how it is read (`files`), put together and checked (`load`), shown (`show`),
+what host memory it comes to (`budget`), what of it the scheduler is told (`scheduler`).
 
 Knows nothing of models on disk, devices or requests.
 """

@@ -24,8 +24,9 @@ def _text_keys(value: Any) -> Any:
     return {str(key): number for key, number in value.items()} if isinstance(value, dict) else value
 
 
-Stops = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)]
+StopList = Annotated[list[str], Field(max_length=16)]
+Stops = Annotated[tuple[str, ...], Field(max_length=16), BeforeValidator(_as_tuple, json_schema_input_type=str | StopList)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple, json_schema_input_type=int | list[int])]
 
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class RequestSection(Section):
     seed: int | None = Field(
         default=None, ge=0, le=MAX_SEED, description="seed of every request; null derives one per request from run.seed"
     )
-    stop: Stops | None = Field(default=None, max_length=16, description="strings that end an answer")
+    stop: Stops | None = Field(default=None, description="strings that end an answer")
     stop_token_ids: TokenIds | None = Field(default=None, description="token ids that end an answer")
     ignore_eos: bool | None = Field(default=None, description="go on after the model's end-of-text token")
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="subtracted once from tokens already generated")

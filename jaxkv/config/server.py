@@ -30,7 +30,7 @@ class ServerSection(Section):
     max_waiting: int = Field(default=256, ge=1, description="sequences that may wait for a row; further requests are answered with 429")
     max_prompts: int = Field(default=64, ge=1, description="prompts of one completion request")
     max_body_mib: int = Field(default=8, ge=1, description="largest body of a request in MiB")
-    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | list[str])] = Field(
         default=(),
         description="names that browsers may call the server by; checked on a loopback address without keys, and where any is given",
     )
