@@ -39,6 +39,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
+        "tie_word_embeddings": True,
     }
 }
 WRAPPED = {"gemma3": "gemma3_text"}  # models that also see pictures, and the family of their text part

@@ -30,6 +30,7 @@ COMMANDS = {
     "simulate": Command("Experiments", "a load against the scheduler alone, on a simulated clock: policies compared"),
     "calibrate": Command("Experiments", "what a step and a copy take on this machine, for `simulate`"),
     "config": Command("Experiments", "a configuration as it is resolved, checked, or as a schema for editors"),
+    "plan": Command("Models", "what a model, its pool and a park take, from its config.json alone"),
     "fetch": Command("Models", "download a known model into the cache folder"),
     "convert": Command("Models", "write a checkpoint that loads faster"),
     "programs": Command("Results", "what is compiled for a configuration, and what each program takes"),

@@ -1,0 +1,151 @@
+"""What a model takes by its numbers alone: parameters, bytes per token and per sequence, what a device of a given memory holds, and how
+long a park takes over a link of a given speed. Reads a config.json at most, never weights; allocates nothing.
+
+    KV bytes of a token        2 x layers that keep pages x kv heads x head dim x bytes of a number
+    state bytes of a sequence  jaxkv.models.state_bytes: per recurrent layer a window in the model's dtype and a sum in float32
+    image of n tokens          transfer chunks of whole pages, the last one padded, and the states
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxkv.config import Config
+from jaxkv.config.budget import AUTO_MIB, MIB
+from jaxkv.errors import ConfigError
+from jaxkv.fetch import cache_folder, resolve_model_path
+from jaxkv.models import ModelConfig, inspect_checkpoint, state_bytes
+from jaxkv.models.families import model_class
+from jaxkv.models.parameters import abstract_model
+from jaxkv.models.read_config import read_config
+from jaxkv.models.states import WIDTHS
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The figures of one configuration. Bytes are of all devices together but where the name says `per_device`."""
+
+    model_type: str
+    dtype: str
+    kv_dtype: str
+    devices: int
+    num_parameters: int
+    weight_bytes: int
+    weight_bytes_per_device: int
+    kv_bytes_per_token: int
+    state_bytes_per_sequence: int
+    max_len: int
+    pool_tokens: int | None  # None: the memory decides, and was not told
+    pool_bytes: int | None
+    bytes_per_device: int | None  # weights, pool, states of all rows, staging
+    memory_bytes_per_device: int | None
+    fits: bool | None
+    sequence_tokens: int
+    sequences_in_pool: int | None  # of so many tokens each, without parks; at most the rows
+    image_bytes: int  # of one such sequence
+    images_in_host_budget: int | None  # None: no limit
+    park_s: float
+    link_gb_per_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """By name, as `--json` prints it."""
+        return asdict(self)
+
+
+def read_shape(config: Config, shape: Path | None) -> ModelConfig:
+    """The numbers of the model: from `shape`, else from config.json in model.path, else from the headers of what is there."""
+    if shape is None:
+        path = resolve_model_path(config.model.path, cache_folder(config.run.cache_dir))
+        if not (path / "config.json").is_file():
+            return inspect_checkpoint(path).config
+        shape = path / "config.json"
+    try:
+        data = json.loads(shape.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {shape}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{shape} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{shape} must hold an object, as a model's config.json does, got a {type(data).__name__}")
+    return read_config(data, str(shape))
+
+
+def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
+    """Keys and values of one token in all layers that keep pages."""
+    return 2 * len(model.page_layers) * model.num_kv_heads * model.head_dim * WIDTHS[kv_dtype]
+
+
+def measure(
+    config: Config, model: ModelConfig, backend: str, memory_bytes: int | None, link_gb_per_s: float, sequence_tokens: int | None = None
+) -> Sizing:
+    """All figures. `memory_bytes` is one device's; `sequence_tokens` is model.max_len where it is None."""
+    own = "float32" if backend == "cpu" else model.dtype
+    dtype = own if config.model.dtype == "auto" else config.model.dtype
+    kv_dtype = dtype if config.pool.kv_dtype == "auto" else config.pool.kv_dtype
+    num, widths = config.mesh.tensor, WIDTHS[dtype]
+    token, state = kv_bytes_per_token(model, kv_dtype), state_bytes(model, dtype)
+    max_len = min(config.model.max_len or model.max_position, model.max_position)
+    length = min(sequence_tokens or max_len, max_len)
+    weights, weights_each = weight_numbers(model, dtype, num)
+    rows, page, chunk = config.scheduler.rows, config.pool.page_size, config.transfer.chunk_pages
+    pages = -(-length // page)
+    image = -(-pages // chunk) * chunk * page * token + state
+    staging = config.transfer.staging_mib * MIB // num
+    fixed = weights_each * widths + -(-rows * state // num)
+    free = None if memory_bytes is None else memory_bytes - fixed
+    tokens = pool_tokens(config, token, free, rows * -(-max_len // page) * page)
+    pool = None if tokens is None else (tokens + page) * token  # with the trash page
+    each = None if pool is None else fixed + staging + -(-pool // num)
+    budget = config.scheduler.host_budget_mib
+    held = None if budget is None else (AUTO_MIB if budget == "auto" else budget) * MIB
+    return Sizing(
+        model_type=model.model_type,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        devices=num,
+        num_parameters=weights,
+        weight_bytes=weights * widths,
+        weight_bytes_per_device=weights_each * widths,
+        kv_bytes_per_token=token,
+        state_bytes_per_sequence=state,
+        max_len=max_len,
+        pool_tokens=tokens,
+        pool_bytes=pool,
+        bytes_per_device=each,
+        memory_bytes_per_device=memory_bytes,
+        fits=None if each is None or memory_bytes is None else each <= memory_bytes,
+        sequence_tokens=length,
+        sequences_in_pool=None if tokens is None else min(rows, tokens // page // pages) if token else rows,
+        image_bytes=image,
+        images_in_host_budget=None if held is None else held // image,
+        park_s=image / (link_gb_per_s * 1e9),
+        link_gb_per_s=link_gb_per_s,
+    )
+
+
+def pool_tokens(config: Config, token_bytes: int, free_bytes: int | None, most: int) -> int | None:
+    """Usable tokens in whole pages: as configured, else a share of the free memory of a device, and never more than all rows can fill."""
+    page, num = config.pool.page_size, config.mesh.tensor
+    if not token_bytes:
+        return 0  # nothing is kept per token
+    if config.pool.tokens is not None:
+        return config.pool.tokens // page * page
+    if free_bytes is None:
+        return None
+    share = free_bytes * config.pool.memory_fraction - config.transfer.staging_mib * MIB // num
+    return max(0, min(most, (int(share * num / (token_bytes * page)) - 1) * page))
+
+
+def weight_numbers(model: ModelConfig, dtype: str, num: int) -> tuple[int, int]:
+    """How many numbers the weights are, in all and on one of `num` devices."""
+    family, (_, variables) = model_class(model.model_type), abstract_model(model, dtype)
+    total = each = 0
+    for path, variable in variables.items():
+        numbers, spec = math.prod(variable.shape), family.partition(path, variable.shape, num)
+        total += numbers
+        each += numbers // num if any(axis is not None for axis in spec) else numbers
+    return total, each

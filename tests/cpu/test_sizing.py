@@ -1,0 +1,176 @@
+"""`jaxkv plan`: figures that are known from elsewhere, the configurations that come with the package, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxkv.cli.main import main
+from jaxkv.config import load_config
+from jaxkv.models import ModelConfig
+from jaxkv.models.config import Recurrent, Rope
+from jaxkv.models.families import FAMILIES
+from jaxkv.sizing import kv_bytes_per_token, measure, read_shape
+from jaxkv.startup import outline
+from tests.cpu import tiny
+from tests.cpu.checkpoints import FIXTURES
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHAPES = FIXTURES / "shapes"
+MIB, GIB = 2**20, 2**30
+
+
+def shape(name, **fields):
+    config = load_config({"model": {"path": name}}, {name.replace("__", "."): value for name, value in fields.items()})
+    return config, read_shape(config, SHAPES / f"{name}.json")
+
+
+def planned(name, memory=None, link=16.0, tokens=None, backend="gpu", **fields):
+    return measure(*shape(name, **fields), backend, memory, link, tokens)
+
+
+def hybrid(num_layers: int, kv_heads: int, hidden: int, value_heads: int) -> ModelConfig:
+    """The numbers of Qwen3.5 and 3.6: three layers with a state, one with pages, and so on."""
+    layers = tuple(layer for layer in range(num_layers) if (layer + 1) % 4)
+    return ModelConfig(
+        "qwen3_5", 248_320, num_layers, hidden, 16, kv_heads, 256, 9216, 262_144, 1e-6, Rope(), True, "bfloat16",
+        recurrent=Recurrent("delta", layers, value_heads, 128, 16, 128, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "token_bytes"),
+    [
+        ("smollm2", 134_515_008, 23_040),
+        ("Llama-3.1-8B-Instruct", 8_030_261_248, 131_072),
+        ("Mistral-7B-v0.1", 7_241_732_096, 131_072),
+        ("Qwen2.5-0.5B-Instruct", 494_032_768, 12_288),
+        ("Qwen3-0.6B", 596_049_920, 114_688),
+        ("Qwen3-30B-A3B", 30_532_122_624, 98_304),
+        ("gemma-3-270m-it", 268_098_176, 18_432),
+    ],
+)
+def test_parameters_and_bytes_per_token_are_those_of_the_released_models(name, parameters, token_bytes):
+    found = planned(name, model__dtype="bfloat16")
+    assert (found.num_parameters, found.kv_bytes_per_token, found.state_bytes_per_sequence) == (parameters, token_bytes, 0)
+    assert (found.weight_bytes, found.dtype, found.kv_dtype) == (2 * parameters, "bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("model", "token_bytes", "sequence_bytes"),
+    [(hybrid(32, 4, 2560, 32), 32_768, 51_511_296), (hybrid(40, 2, 2048, 32), 20_480, 64_389_120)],
+    ids=["Qwen3.5-4B", "Qwen3.6-35B-A3B"],
+)
+def test_hybrids_pay_per_token_in_a_quarter_of_their_layers_and_once_per_sequence_in_the_others(
+    monkeypatch, model, token_bytes, sequence_bytes
+):
+    monkeypatch.setattr("jaxkv.sizing.weight_numbers", lambda model, dtype, num: (10**9, 10**9))
+    config = load_config({"model": {"path": "x"}}, {"pool.tokens": 1024, "scheduler.rows": 4, "model.max_len": 1024})
+    found = measure(config, model, "gpu", 4 * GIB, 10.0, 100)
+    assert kv_bytes_per_token(model, "bfloat16") == found.kv_bytes_per_token == token_bytes
+    assert found.state_bytes_per_sequence == sequence_bytes
+    assert found.image_bytes == 256 * token_bytes + sequence_bytes  # one chunk of 16 pages of 16 tokens
+    assert found.bytes_per_device == 2 * 10**9 + 4 * sequence_bytes + (1024 + 16) * token_bytes + 64 * MIB
+
+
+def test_what_fits_is_counted_as_the_engine_counts_it():
+    found = planned("smollm2", 1 * GIB, pool__tokens=8192, model__max_len=2048, model__dtype="float32", scheduler__rows=3)
+    assert (found.pool_tokens, found.pool_bytes) == (8192, (8192 + 16) * 46_080)
+    assert found.bytes_per_device == 4 * 134_515_008 + (8192 + 16) * 46_080 + 64 * MIB
+    assert (found.fits, found.sequence_tokens, found.sequences_in_pool) == (True, 2048, 3)
+    assert planned("smollm2", 512 * MIB, pool__tokens=8192).fits is True  # bfloat16: 257 + 180 + 64 MiB
+    assert planned("smollm2", 500 * MIB, pool__tokens=8192).fits is False
+    assert planned("smollm2", 1 * GIB, tokens=1000, pool__tokens=4096).sequences_in_pool == 4  # 63 of 256 pages each
+
+
+def test_a_pool_that_takes_what_memory_there_is():
+    found = planned("Llama-3.1-8B-Instruct", 24 * GIB, model__max_len=8192, scheduler__rows=32)
+    left = (24 * GIB - 2 * 8_030_261_248) * 0.8 - 64 * MIB
+    assert found.pool_tokens == (int(left / (131_072 * 16)) - 1) * 16 == 58_720
+    few = planned("Llama-3.1-8B-Instruct", 24 * GIB, model__max_len=1024, scheduler__rows=4)
+    assert few.pool_tokens == 4096  # more no row can fill
+    unknown = planned("Llama-3.1-8B-Instruct")
+    assert (unknown.pool_tokens, unknown.pool_bytes, unknown.fits, unknown.sequences_in_pool) == (None, None, None, None)
+
+
+def test_a_park_takes_the_images_bytes_over_the_link():
+    found = planned("smollm2", link=10.0, tokens=1000, model__dtype="float32", scheduler__host_budget_mib=100)
+    assert found.image_bytes == 4 * 256 * 46_080  # 63 pages are 4 chunks of 16 pages of 16 tokens
+    assert found.park_s == pytest.approx(4 * 256 * 46_080 / 10e9)
+    assert found.images_in_host_budget == 2
+    assert planned("smollm2", scheduler__host_budget_mib=None).images_in_host_budget is None
+
+
+def test_on_a_mesh_each_device_has_its_part():
+    found = planned("Llama-3.1-8B-Instruct", 24 * GIB, mesh__tensor=4, model__max_len=8192, pool__tokens=8192)
+    layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    split, whole = layers + 2 * 128_256 * 4096, (2 * 32 + 1) * 4096
+    assert (found.num_parameters, found.weight_bytes_per_device) == (split + whole, 2 * (split // 4 + whole))
+    assert found.bytes_per_device == found.weight_bytes_per_device + 16 * MIB + (8192 + 16) * 131_072 // 4
+
+
+def test_types_left_to_the_backend_are_float32_on_a_cpu_and_the_checkpoints_own_elsewhere():
+    assert planned("smollm2", backend="cpu").kv_bytes_per_token == 2 * planned("smollm2", backend="tpu").kv_bytes_per_token == 46_080
+    assert planned("smollm2", backend="cpu", pool__kv_dtype="bfloat16").kv_bytes_per_token == 23_040
+
+
+def test_a_folder_with_nothing_but_a_config_is_enough(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text((SHAPES / "smollm2.json").read_text())
+    (tmp_path / "c.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}\npool: {{tokens: 768}}\n")
+    assert main(["plan", str(tmp_path / "c.yaml"), "--memory-gib", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "model                      llama in bfloat16",
+        "parameters                 134,515,008",
+        "weights                    256.57 MiB",
+        "KV bytes per token         23,040 (bfloat16)",
+        "state bytes per sequence   0",
+        "pool                       768 tokens, 17.23 MiB",
+        "in use on a device         337.79 MiB: weights, pool, states of all rows, staging",
+        "fits 1.00 GiB              yes",
+        "at 8,192 tokens each       0 sequences in the pool at once",
+        "image of 8,192 tokens      180.00 MiB; 45 in scheduler.host_budget_mib",
+        "park or restore            11.8 ms at 16 GB/s",
+    ]
+    assert main(["plan", str(tmp_path / "c.yaml"), "--json", "--pool.tokens", "null"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_parameters"], found["pool_tokens"]) == (134_515_008, None)
+
+
+def test_the_figures_are_those_of_the_engine():
+    plan = outline(tiny.config())
+    found = measure(tiny.config(), plan.info.config, "cpu", None, 16.0, 1)
+    assert found.kv_bytes_per_token * plan.layout.page_size == plan.layout.page_bytes
+    assert (found.pool_tokens, found.pool_bytes) == (plan.layout.num_tokens, plan.layout.num_bytes)
+    assert (found.image_bytes, found.dtype, found.max_len) == (4 * plan.layout.page_bytes, plan.dtype, plan.shapes.max_len)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.relative_to(CONFIGS).as_posix())
+def test_every_configuration_that_comes_with_the_package_can_be_planned(path, capsys):
+    model = load_config(path).model.path.rpartition("/")[2]
+    assert main(["plan", str(path), "--shape", str(SHAPES / f"{model}.json"), "--memory-gib", "96", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True and found["pool_tokens"] > 0
+    assert found["model_type"] in FAMILIES and (path.parent.name != "models" or found["model_type"] == path.stem)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shape", "none.json"], "cannot read none.json: No such file or directory"),
+        (["--shape", "bad.json"], "bad.json is not valid JSON: Expecting value: line 1 column 1 (char 0)"),
+        (["--shape", "list.json"], "list.json must hold an object, as a model's config.json does, got a list"),
+        (["--memory-gib", "0"], "--memory-gib: got 0.0, allowed: more than 0"),
+        (["--link-gb-s", "-1"], "--link-gb-s: got -1.0, allowed: more than 0"),
+        (["--tokens", "0"], "--tokens: got 0, allowed: more than 0"),
+        (["--backend", "npu"], "--backend: got 'npu', allowed: cpu | gpu | tpu"),
+        (["--model.path", "none"], "model.path: there is no file or folder 'none', and no known model of that name (smollm2)"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("model: {path: x}\n")
+    Path("bad.json").write_text("x")
+    Path("list.json").write_text("[]")
+    assert main(["plan", "c.yaml", *words]) == 2
+    assert capsys.readouterr() == ("", f"jaxkv: error: {message}\n")
