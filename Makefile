@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
+# Most tests keep one processor busy. A file's tests stay together: they share engines, and compiling is what takes long.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -32,7 +34,7 @@ demo: weights ## eight chats through a pool that is too small, live
 
 test: $(READY) ## the tests; those on real weights are skipped where SmolLM2 cannot be downloaded
 	@$(BIN)/jaxkv fetch smollm2 || echo "going on without SmolLM2: tests on real weights will be skipped" >&2
-	$(PYTEST) -m "not slow and not accelerator and not clients"
+	$(PYTEST) $(PARALLEL) -m "not slow and not accelerator and not clients"
 
 test-slow: weights ## the tests that take minutes
 	@$(PYTEST) -m "slow and not accelerator and not clients"
@@ -52,7 +54,7 @@ test-latest: ## the tests with Python 3.12 and the newest JAX that pyproject all
 	[ -x .venv-latest/bin/python ] || $$python -m venv .venv-latest
 	.venv-latest/bin/python -m pip install -qq --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev,server]'
 	.venv-latest/bin/python -m pip list --disable-pip-version-check | grep -iE '^(jax|jaxlib|flax|numpy|orbax-checkpoint) '
-	.venv-latest/bin/python -m pytest -m "not slow and not accelerator and not clients"
+	.venv-latest/bin/python -m pytest $(PARALLEL) -m "not slow and not accelerator and not clients"
 
 check: $(READY) ## formatting, lint, types, import direction, and the package as a user gets it
 	@$(BIN)/ruff format --check .
