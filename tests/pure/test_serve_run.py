@@ -146,3 +146,10 @@ def test_a_batch_that_a_stopped_server_left_is_done_by_the_next(capsys, tmp_path
     assert run(ServedFake(step_s=0.005), capsys, begin, **settings)[0] == (0, True)
     assert run(ServedFake(), capsys, wait, **settings)[0] == (0, True)
     assert found[1] == {"total": 1, "completed": 1, "failed": 0}
+
+
+def test_a_connection_keeps_no_small_packet_back():
+    with listen("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
+        accepted, _ = sock.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0, "answers would take 40 ms longer"
