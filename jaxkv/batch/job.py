@@ -26,6 +26,7 @@ from jaxkv.config import Config
 from jaxkv.errors import ConfigError
 from jaxkv.models import ByteTokenizer
 from jaxkv.openai import BodyReader
+from jaxkv.workload.shard import Shard
 
 EXIT_DONE, EXIT_SOME_FAILED, EXIT_INTERRUPTED = 0, 3, 130
 
@@ -40,6 +41,7 @@ def run_batch(
     force: bool = False,
     retry_failed: bool = False,
     inspect: Inspect | None = None,
+    shard: Shard | None = None,
     stderr: TextIO | None = None,
     stdin: BinaryIO | None = None,
 ) -> int:
@@ -49,7 +51,7 @@ def run_batch(
     raises JaxkvError, before `engine` (a function that builds one) is called where possible; it is not called when nothing is missing. An
     engine that is handed over as such stays open. `output` of another configuration, model or input is refused; `force` keeps its lines and
     adds what is missing. `retry_failed` drops error lines and does them again. `inspect` tells of the model before `engine` is
-    called, so that what does not fit it can be refused by then.
+    called, so that what does not fit it can be refused by then. With a `shard` only its lines are the job.
     """
     stream = stderr if stderr is not None else sys.stderr
     paths = _Paths(Path(output).expanduser(), Path(summary).expanduser() if summary is not None else None)
@@ -59,7 +61,7 @@ def run_batch(
             sources = find_sources(inputs, keep, stdin)
             paths.check_against(sources)
             out = keep.enter_context(OutputFile(paths.output))
-            return _Job(engine, config, sources, out, paths.summary, stream, force, retry_failed, inspect).run()
+            return _Job(engine, config, sources, out, paths.summary, stream, force, retry_failed, inspect, shard).run()
     except KeyboardInterrupt:
         _say_interrupted(stream, paths.output)
         return EXIT_INTERRUPTED
@@ -99,17 +101,18 @@ class _Job:
     force: bool
     retry_failed: bool
     inspect: Inspect | None
+    shard: Shard | None
 
     def run(self) -> int:
         """Find out what is missing, do it, and say how it went."""
         facts = scan(self.sources)
-        before, now = Header.load(self.out.path), Header.of(self.config, facts)
+        before, now = Header.load(self.out.path), Header.of(self.config, facts, self.shard)
         self._refuse_other(before, now)
         tally, has_same_input = Tally(), before is not None and before.input_sha256 == now.input_sha256
         finished = read_finished(
             self.out.path, self.out.lines(), tally.count_earlier, is_retry=self.retry_failed, has_same_input=has_same_input
         )
-        pending = pending_lines(read_lines(self.sources), finished)
+        pending = pending_lines(read_lines(self.sources), finished, self.shard)
         first = next(pending, None)
         if first is None and before is not None and before.settings == now.settings:
             print("batch: nothing is missing, so no model is loaded", file=self.stderr)
@@ -121,7 +124,8 @@ class _Job:
             now = dataclasses.replace(now, system_fingerprint=engine.system_fingerprint)
             self._refuse_other(before, now)
             self._prepare(now, finished)
-            return self._work(engine, chain([] if first is None else [first], pending), tally, facts.num_lines)
+            num_lines = facts.num_lines if self.shard is None else self.shard.num_of(facts.num_lines)
+            return self._work(engine, chain([] if first is None else [first], pending), tally, num_lines)
 
     def _work(self, engine: BatchEngine, lines: "chain[Pending]", tally: Tally, num_lines: int) -> int:
         began = time.monotonic()

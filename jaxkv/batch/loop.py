@@ -19,6 +19,7 @@ from jaxkv.errors import RequestError
 from jaxkv.openai import BodyReader, ParsedBody, derive_seed
 from jaxkv.openai.names import served_name
 from jaxkv.request import Completion
+from jaxkv.workload.shard import Shard
 
 Pending = tuple[RawLine, Request | LineError]
 MAX_PROMPTS = 64  # of one line
@@ -49,8 +50,8 @@ def body_defaults(config: Config) -> dict[str, Any]:
     return config.request.model_dump(exclude_none=True)
 
 
-def pending_lines(lines: Iterable[RawLine], finished: Finished) -> Iterator[Pending]:
-    """The lines that are not finished, each as a request or as the reason why it is none."""
+def pending_lines(lines: Iterable[RawLine], finished: Finished, shard: Shard | None = None) -> Iterator[Pending]:
+    """The lines of the shard that are not finished, each as a request or as the reason why it is none. Others are read for their names."""
     seen: set[str] = set()
     for line in lines:
         found: Request | LineError
@@ -58,6 +59,8 @@ def pending_lines(lines: Iterable[RawLine], finished: Finished) -> Iterator[Pend
             found = parse_line(line.data, seen)
         except LineError as error:
             found = error
+        if shard is not None and not shard.takes(line.ordinal):
+            continue
         is_named = isinstance(found, Request) or found.code not in UNNAMED
         if (found.custom_id not in finished.custom_ids) if is_named else (line.ordinal not in finished.places):
             yield line, found

@@ -15,6 +15,7 @@ from jaxkv.batch.records import UNNAMED, Record, read_record
 from jaxkv.batch.write import write_whole
 from jaxkv.config import Config
 from jaxkv.errors import ConfigError
+from jaxkv.workload.shard import Shard
 
 # Settings that decide the fingerprint: while they stay, a job with nothing left to do needs no engine to know that it is the same.
 _SETTINGS = {
@@ -35,14 +36,15 @@ class Header:
     settings: Mapping[str, Any]
     system_fingerprint: str | None = None
     facts: Mapping[str, Any] | None = None  # what the fingerprint is made of, as far as it is known before weights are read
+    shard: str | None = None  # which part of the input, such as 2/3
 
     @classmethod
-    def of(cls, config: Config, facts: InputFacts) -> Self:
-        """The header of the job that `config` and the input make."""
+    def of(cls, config: Config, facts: InputFacts, shard: Shard | None = None) -> Self:
+        """The header of the job that `config` and the input, or a part of it, make."""
         values = config.model_dump(mode="json")
         settings = {f"{section}.{name}": values[section][name] for section, names in _SETTINGS.items() for name in names}
         request = {name: value for name, value in values["request"].items() if value is not None}
-        return cls(facts.sha256, config.run.seed, request, settings)
+        return cls(facts.sha256, config.run.seed, request, settings, shard=None if shard is None else str(shard))
 
     @classmethod
     def load(cls, output: Path) -> Self | None:
@@ -65,6 +67,8 @@ class Header:
         found = []
         if self.input_sha256 != now.input_sha256:
             found.append("the input's content")
+        if self.shard != now.shard:
+            found.append(f"its part of the input ({self.shard or 'all'}, now {now.shard or 'all'})")
         if self.run_seed != now.run_seed:
             found.append(f"run.seed ({self.run_seed}, now {now.run_seed})")
         names = sorted({*self.request, *now.request})

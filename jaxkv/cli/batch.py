@@ -6,13 +6,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
 from jaxkv.cli.arguments import parse_with_overrides
 from jaxkv.config import Config, load_config
 from jaxkv.errors import ConfigError
+from jaxkv.workload.shard import Shard
 
 if TYPE_CHECKING:
     from jaxkv.batch.interface import Inspected
@@ -32,6 +33,7 @@ class Args:
     summary: Annotated[Path | None, arg(metavar="FILE", help="write figures about the whole job to this JSON file")] = None
     force: Annotated[bool, arg(help="go on with an output that another configuration, model or input made")] = False
     retry_failed: Annotated[bool, arg(help="do lines again that ended with an error")] = False
+    shard: Annotated[str | None, arg(metavar="I/N", help="do every N-th line only, beginning with the I-th, such as 1/4")] = None
     timeline: Annotated[
         Path | None, arg(metavar="FILE", help="write who held the pool, was parked and waited, for Perfetto or chrome://tracing")
     ] = None
@@ -46,13 +48,15 @@ def run(words: Sequence[str]) -> int:
     args, overrides = parse_with_overrides(Args, "batch", words)
     config = load_config(args.config, overrides)
     check_files(args, config)
+    shard = None if args.shard is None else Shard.parse(args.shard)
     from jaxkv.batch import run_batch
     from jaxkv.observe.log import logging_to
 
     with logging_to(config.log), ExitStack() as keep:
         engine = partial(observed_engine, config, args, keep)
         inspect, force, retry = partial(inspected, config), args.force, args.retry_failed
-        return run_batch(engine, config, args.input, args.output, args.summary, force=force, retry_failed=retry, inspect=inspect)
+        options: dict[str, Any] = {"force": force, "retry_failed": retry, "inspect": inspect, "shard": shard}
+        return run_batch(engine, config, args.input, args.output, args.summary, **options)
 
 
 def inspected(config: Config) -> "Inspected":

@@ -29,6 +29,7 @@ COMMANDS = {
     "serve": Command("Run", "an HTTP server with OpenAI's endpoints"),
     "simulate": Command("Experiments", "a load against the scheduler alone, on a simulated clock: policies compared"),
     "calibrate": Command("Experiments", "what a step and a copy take on this machine, for `simulate`"),
+    "workload": Command("Experiments", "a configuration's load as a batch file and as a trace, for any engine"),
     "config": Command("Experiments", "a configuration as it is resolved, checked, or as a schema for editors"),
     "plan": Command("Models", "what a model, its pool and a park take, from its config.json alone"),
     "fetch": Command("Models", "download a known model into the cache folder"),

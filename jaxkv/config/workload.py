@@ -1,4 +1,7 @@
-"""The fields that describe an experiment: what load there is, what a step costs in the simulator, what is varied. Draws nothing."""
+"""The fields that describe an experiment: what load there is, what a step costs in the simulator, what is varied. Draws nothing.
+
+`workload` is one description for all who make or take a load: the engine, the simulator, clients of a server, other engines.
+"""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -27,6 +30,11 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _names(value: Any) -> Any:
+    """A lone name for a list of one, too."""
+    return (value,) if isinstance(value, str) else _as_tuple(value)
+
+
 class WorkloadSection(Section):
     """Requests: how many, how long, when, how urgent."""
 
@@ -48,6 +56,20 @@ class WorkloadSection(Section):
     priorities: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field(
         default=(0,), min_length=1, description="each request has one of these, drawn evenly"
     )
+    choices: Annotated[tuple[Annotated[int, Field(ge=1, le=128)], ...], BeforeValidator(_as_tuple)] = Field(
+        default=(1,), min_length=1, description="each request is a group of so many choices, one of these numbers, drawn evenly"
+    )
+    cancels: float = Field(
+        default=0.0, ge=0, le=1, description="share of requests whose caller leaves, after a number of tokens that is drawn"
+    )
+    shared_prefix_len: int = Field(default=0, ge=0, description="tokens that all generated prompts begin with, in common")
+    prompts: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = Field(
+        default=(), description="files or globs of prompts: .txt and .md hold one, .csv and .jsonl one a row; none generates token ids"
+    )
+    template: str | None = Field(
+        default=None, min_length=1, description="the prompt of a row, with {column} for its values; null is the column prompt"
+    )
+    chat: bool = Field(default=False, description="whether a prompt from a file is the message of a chat")
     trace: str | None = Field(default=None, min_length=1, description="a file that `jaxkv batch --record-trace` wrote")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="what all draws come from")
 
@@ -64,6 +86,8 @@ class WorkloadSection(Section):
             least, most = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if least > most:
                 raise ValueError(f"workload.{name}_min: got {least}, more than workload.{name}_max, which is {most}: swap or change them")
+        if self.template is not None and not self.prompts:
+            raise ValueError("workload.template: is there, but workload.prompts names no file with rows to fill it from")
         if "trace" in self.parts and self.trace is None:
             raise ValueError("workload.trace: is missing, and the lengths or arrivals are to come from it; name the file")
         return self
@@ -95,4 +119,8 @@ class SweepSection(Section):
     grid: Annotated[dict[str, tuple[Any, ...]], BeforeValidator(_lists)] = Field(
         default={}, description="field names with a list of values each: every combination is a case"
     )
+    zip: Annotated[dict[str, tuple[Any, ...]], BeforeValidator(_lists)] = Field(
+        default={}, description="field names with lists of one length: their first values together are a case, their second, and so on"
+    )
     seeds: int = Field(default=1, ge=1, description="each case is run with workload.seed, workload.seed + 1, ...")
+    repeats: int = Field(default=1, ge=1, description="how often each of these is run again; all others take turns in between")

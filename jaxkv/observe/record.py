@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from jaxkv.errors import ConfigError
-from jaxkv.simulate.trace import Request
+from jaxkv.workload.trace import Request
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine

@@ -1,14 +1,13 @@
 """The simulator: the engine's own scheduler behind a cost model, with a clock that nobody waits for.
 
-`workload` says what load there is (`trace` reads and writes measured ones), `costs` what a step takes, `run` is the loop, `result` what
-came of it; `cases` and `sweep` make many runs out of one configuration, `table` and `plots` show them. Imports the scheduler, never JAX.
+`jaxkv.workload` says what load there is, `costs` what a step takes, `run` is the loop, `result` what came of it; `cases` and `sweep` make
+many runs out of one configuration, `table` and `plots` show them. Imports the scheduler, never JAX.
 """
 
 from jaxkv.simulate.costs import Costs
 from jaxkv.simulate.result import Result
 from jaxkv.simulate.run import simulate
 from jaxkv.simulate.sweep import run_sweep
-from jaxkv.simulate.trace import Request
-from jaxkv.simulate.workload import draw
+from jaxkv.workload import Request, draw
 
 __all__ = ["Costs", "Request", "Result", "draw", "run_sweep", "simulate"]

@@ -1,19 +1,17 @@
 """Which simulations a configuration asks for: every combination of the grid, each with every seed. Runs none of them."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxkv.config import Config, load_config, scheduler_config
+from jaxkv.config.axes import case_name, combinations
 from jaxkv.config.budget import AUTO_MIB, MIB
-from jaxkv.config.load import canonical
 from jaxkv.errors import ConfigError
 from jaxkv.scheduler.config import validate
 from jaxkv.scheduler.plan import SchedulerConfig
 from jaxkv.simulate.costs import Costs
-from jaxkv.simulate.trace import Request
-from jaxkv.simulate.workload import draw
+from jaxkv.workload import Request, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Case:
     @property
     def name(self) -> str:
         """`victim smallest, resume head`."""
-        return ", ".join(f"{field.rpartition('.')[2]} {_word(value)}" for field, value in self.values.items()) or "as configured"
+        return case_name(self.values)
 
     def requests(self, seed: int) -> tuple[Request, ...]:
         """Its load; seeds count from 0."""
@@ -38,15 +36,8 @@ class Case:
 
 def list_cases(config: Config) -> list[Case]:
     """Every combination, checked; ConfigError for what cannot run, before anything does."""
-    grid = {_axis(name): values for name, values in config.sweep.grid.items()}
-    if len(grid) < len(config.sweep.grid):
-        raise ConfigError("sweep.grid: one field stands twice, with dashes and with underscores")
-    for name, values in grid.items():
-        if not values:
-            raise ConfigError(f"sweep.grid: {name} has no values; name some, or leave it out")
     base = config.to_dict() | {"sweep": {}}
-    combinations = itertools.product(*grid.values())
-    return [make_case(base, dict(zip(grid, values, strict=True))) for values in combinations]
+    return [make_case(base, values) for values in combinations(config.sweep)]
 
 
 def make_case(base: Mapping[str, Any], values: dict[str, Any]) -> Case:
@@ -79,14 +70,3 @@ def make_case(base: Mapping[str, Any], values: dict[str, Any]) -> Case:
     validate(settings)
     draw(config.workload, config.workload.seed)  # a trace is read now, not in the middle of the work
     return Case(values, config, settings, costs, num_staging)
-
-
-def _axis(name: str) -> str:
-    field = canonical(name)
-    if field.startswith("sweep."):
-        raise ConfigError(f"sweep.grid: {field} says what is compared and cannot be compared itself; take it out")
-    return field
-
-
-def _word(value: Any) -> str:
-    return "null" if value is None else str(value)

@@ -15,7 +15,7 @@ class Story:
     num_parks: int
     line_s: float  # from its arrival until it was let in
     pauses_s: tuple[float, ...]  # each from a park until it ran again
-    ended: str  # finished, failed, refused
+    ended: str  # finished, cancelled, failed, refused
 
     @property
     def longest_wait_s(self) -> float:
@@ -56,6 +56,7 @@ class Result:
     host_peak_bytes: int  # held at once
     num_steps: int
     num_finished: int
+    num_cancelled: int
     num_failed: int
     num_refused: int
 
@@ -86,6 +87,7 @@ def summarize(stories: Sequence[Story], counts: dict[str, int]) -> Result:
         tokens_per_s=num_tokens / makespan_s if makespan_s else 0.0,
         fairness=fairness(served),
         num_finished=sum(story.ended == "finished" for story in stories),
+        num_cancelled=sum(story.ended == "cancelled" for story in stories),
         num_failed=sum(story.ended == "failed" for story in stories),
         num_refused=len(stories) - len(served),
         **counts,

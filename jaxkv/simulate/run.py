@@ -5,15 +5,16 @@ nothing can be computed the clock goes on to the next landing or arrival.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 from jaxkv.scheduler.need import DoesNotFit
-from jaxkv.scheduler.plan import Chunk, Note, Outcome, Plan, SchedulerConfig
+from jaxkv.scheduler.plan import Chunk, Outcome, Plan, SchedulerConfig
 from jaxkv.scheduler.scheduler import Scheduler
 from jaxkv.simulate.costs import Costs
 from jaxkv.simulate.result import Result, Story, summarize
-from jaxkv.simulate.trace import Request
+from jaxkv.simulate.waits import Waits
+from jaxkv.workload.trace import Request
 
 MAX_IDLE_STEPS = 100_000  # in a row, without anything computed, moved or awaited: more is a scheduler that is stuck
 COUNTED = ("num_parks", "num_parks_dropped", "num_restores", "num_replayed_tokens", "num_rotations", "num_last_resorts")
@@ -43,15 +44,15 @@ class Simulation:
     ) -> None:
         self.scheduler = Scheduler(config)
         self.now = 0.0
-        self._costs, self._requests, self._watcher = costs, requests, watcher
+        self._costs, self._watcher = costs, watcher
+        self._requests = [request for request in requests for _ in range(request.n)]  # one for each choice: a sequence of its own
+        self._groups = [group for group, request in enumerate(requests) for _ in range(request.n)]
         self._num_staging, self._chunk_bytes = num_staging, config.chunk_bytes
         self._next = 0  # the request that arrives next
         self._left: dict[int, int] = {}  # tokens that each live one has yet to make
         self._limits: dict[int, int] = {}
         self._flights: deque[tuple[float, bool, Chunk]] = deque()  # (lands at, is a park, chunk): one copy after another
-        self._line_s: dict[int, float] = {}
-        self._away: dict[int, float] = {}  # parked and not running again: since when
-        self._pauses: dict[int, list[float]] = {}
+        self._waits = Waits()
         self._ends: dict[int, tuple[float, str]] = {}
         self._num_steps = self._num_out = self._num_back = self._num_idle = 0
 
@@ -72,8 +73,7 @@ class Simulation:
         if self._flights:
             self._land()
         plan = self.scheduler.plan(self.now, self._num_staging - len(self._flights))
-        if plan.notes:
-            self._take_notes(plan.notes)
+        self._waits.take(plan, self.now)
         if plan.park or plan.restore:
             self._depart(plan)
         if self._watcher is not None:
@@ -88,15 +88,24 @@ class Simulation:
         while self._next < len(requests) and requests[self._next].arrival_s <= self.now:
             seq_id, request = self._next, requests[self._next]
             self._next += 1
+            place: dict[str, Any] = {"priority": request.priority, "page_keys": self._page_keys(seq_id)}
+            place["keeps_prefix"] = self.scheduler.config.prefix_cache
             try:
-                limit = self.scheduler.add(seq_id, request.prompt_len, request.max_tokens, request.arrival_s, priority=request.priority)
+                limit = self.scheduler.add(seq_id, request.prompt_len, request.max_tokens, request.arrival_s, **place)
             except DoesNotFit:
                 self._ends[seq_id] = self.now, "refused"
                 continue
             assert limit is not None, "no context of a simulated load shifts"
             self._limits[seq_id] = limit
-            self._left[seq_id] = min(limit, request.answer_len)
-            self._pauses[seq_id] = []
+            self._left[seq_id] = min(limit, request.ends_after)
+            self._waits.arrive(seq_id, request.arrival_s)
+
+    def _page_keys(self, seq_id: int) -> tuple[Hashable, ...]:
+        """Names of the full pages of a prompt that is not its own alone: the beginning that all have, what the choices of a group have."""
+        request, page = self._requests[seq_id], self.scheduler.config.page_size
+        shared = request.shared_len if self.scheduler.config.prefix_cache else 0
+        last = request.prompt_len - 1 if request.n > 1 else min(shared, request.prompt_len - 1)
+        return tuple((None if (i + 1) * page <= shared else self._groups[seq_id], i) for i in range(last // page))
 
     def _land(self) -> None:
         """Tell the scheduler which copies arrived by now."""
@@ -122,10 +131,8 @@ class Simulation:
         """The clock goes on by what the step takes; then every token is counted."""
         self._num_steps += 1
         self._num_idle = 0
-        if self._away:
-            self._note_returns(plan)
         self.now += self._costs.step(plan)
-        left, finished, decoded = self._left, {}, []
+        left, ended, decoded = self._left, list[int](), list[int]()
         for row in plan.decode:
             seq_id = row.seq_id
             decoded.append(seq_id)
@@ -133,37 +140,29 @@ class Simulation:
                 continue
             left[seq_id] -= 1
             if not left[seq_id]:
-                finished[seq_id] = "stop"
+                ended.append(seq_id)
         prefill = plan.prefill
         if prefill is not None and prefill.is_last and not prefill.is_replay:
             left[prefill.seq_id] -= 1
             if not left[prefill.seq_id]:
-                finished[prefill.seq_id] = "stop"
+                ended.append(prefill.seq_id)
+        leaving = [seq_id for seq_id in ended if self._leaves(seq_id)]
+        finished = {seq_id: "stop" for seq_id in ended if seq_id not in leaving}
         self.scheduler.commit(Outcome(prefilled=prefill, decoded=tuple(decoded), finished=finished), self.now)
         for seq_id in finished:
             self._end(seq_id, "finished")
+        for seq_id in leaving:
+            self.scheduler.cancel(seq_id)
+            self._end(seq_id, "cancelled")
 
-    def _note_returns(self, plan: Plan) -> None:
-        """A pause is over when it runs again, beyond what it had computed before."""
-        running = [row.seq_id for row in plan.decode if not row.is_replay]
-        if plan.prefill is not None and not plan.prefill.is_replay:
-            running.append(plan.prefill.seq_id)
-        for seq_id in running:
-            if seq_id in self._away:
-                self._pauses[seq_id].append(self.now - self._away.pop(seq_id))
-
-    def _take_notes(self, notes: Sequence[Note]) -> None:
-        for note in notes:
-            seq_id = note.seq_id
-            if note.kind in ("park", "drop"):
-                self._away.setdefault(seq_id, self.now)
-            elif note.kind == "admit":
-                self._line_s[seq_id] = self.now - self._requests[seq_id].arrival_s
+    def _leaves(self, seq_id: int) -> bool:
+        """Whether its caller goes, at a token that is not its last."""
+        request = self._requests[seq_id]
+        return request.is_cancelled and request.ends_after < self._limits[seq_id]
 
     def _end(self, seq_id: int, how: str) -> None:
         self._ends[seq_id] = self.now, how
-        if seq_id in self._away:
-            self._pauses[seq_id].append(self.now - self._away.pop(seq_id))
+        self._waits.end(seq_id, self.now)
         self.scheduler.forget(seq_id)
 
     def _wait(self, plan: Plan) -> None:
@@ -179,7 +178,7 @@ class Simulation:
 
     def _story(self, seq_id: int) -> Story:
         request, (end_s, how) = self._requests[seq_id], self._ends[seq_id]
-        made = min(self._limits.get(seq_id, 0), request.answer_len) - self._left.get(seq_id, 0)
-        pauses = tuple(self._pauses.get(seq_id, ()))
-        line_s = self._line_s.get(seq_id, end_s - request.arrival_s)
+        made = min(self._limits.get(seq_id, 0), request.ends_after) - self._left.get(seq_id, 0)
+        pauses = self._waits.pauses_s(seq_id)
+        line_s = self._waits.line_s.get(seq_id, end_s - request.arrival_s)
         return Story(request.arrival_s, end_s, made, len(pauses), line_s, pauses, how)

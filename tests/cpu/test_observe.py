@@ -19,7 +19,7 @@ from jaxkv.observe.profile import profiled
 from jaxkv.observe.record import TraceRecorder
 from jaxkv.observe.timeline import ENGINE, ROWS, SEQUENCES, Timeline
 from jaxkv.request import SamplingParams
-from jaxkv.simulate.trace import read_trace
+from jaxkv.workload.trace import read_trace
 from tests.cpu import tiny
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)

@@ -268,7 +268,7 @@ def test_the_header_holds_what_the_bytes_depend_on(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", line("a"))
     run(tmp_path, settings=config(request__top_k=3))
     header = json.loads((tmp_path / "out.jsonl.job.json").read_text())
-    assert header.keys() == {"input_sha256", "run_seed", "request", "settings", "system_fingerprint", "facts"}
+    assert header.keys() == {"input_sha256", "run_seed", "request", "settings", "system_fingerprint", "facts", "shard"}
     assert (header["run_seed"], header["request"], header["system_fingerprint"]) == (0, {"top_k": 3}, "fp_fake")
 
 

@@ -1,10 +1,7 @@
-"""The simulator: clocks and costs checked by hand, the very scheduler of the engine, loads, traces, and what it refuses."""
+"""The simulator: clocks and costs checked by hand, the very scheduler of the engine, groups, callers that leave, and what it refuses."""
 
-import itertools
 import json
-import math
 import re
-import statistics
 from pathlib import Path
 
 import pytest
@@ -14,11 +11,10 @@ from jaxkv.config import load_config
 from jaxkv.errors import ConfigError
 from jaxkv.scheduler.plan import SchedulerConfig
 from jaxkv.scheduler.scheduler import Scheduler
-from jaxkv.simulate import Costs, Request, draw, run_sweep, simulate
+from jaxkv.simulate import Costs, Request, run_sweep, simulate
 from jaxkv.simulate.cases import list_cases
 from jaxkv.simulate.result import Story, fairness
 from jaxkv.simulate.timeline import PoolTimeline
-from jaxkv.simulate.trace import read_trace
 
 MODEL = {"model": {"path": "x"}}
 SMALL = {
@@ -162,6 +158,35 @@ def test_the_simulated_scheduler_is_the_engines_own(monkeypatch):
     assert plans == [(0.0, 5), (2.0, 5), (4.0, 5), (6.0, 5)] and result.num_steps == 4
 
 
+def test_a_caller_that_leaves_gives_its_room_back_at_once():
+    costs = Costs(**{**FREE, "step_s": 1.0}, copy_s=0.0, land_s=0.0)
+    result, (first, second) = run([Request(0.0, 10, 50, 50, cancel_after=5), Request(0.0, 10, 3, 3)], costs, rows=1)
+    assert (first.ended, first.num_tokens, first.end_s) == ("cancelled", 5, 5.0)
+    assert (second.ended, second.line_s, second.end_s) == ("finished", 5.0, 8.0)
+    assert (result.num_cancelled, result.num_finished, result.num_failed) == (1, 1, 0)
+
+
+def test_one_that_would_leave_after_its_end_ends_by_itself():
+    result, (story,) = run([Request(0.0, 10, 4, 4, cancel_after=9)])
+    assert (story.ended, story.num_tokens, result.num_cancelled) == ("finished", 4, 0)
+
+
+def test_the_choices_of_a_group_share_the_pages_of_their_prompt():
+    costs = Costs(**{**FREE, "prefill_s": 1.0}, copy_s=0.0, land_s=0.0)
+    group, stories = run([Request(0.0, 65, 3, 3, n=2)], costs)
+    assert [(story.num_tokens, story.ended) for story in stories] == [(3, "finished")] * 2
+    apart, _ = run([Request(0.0, 65, 3, 3)] * 2, costs)
+    assert (group.makespan_s, apart.makespan_s) == (4.0, 6.0)  # 3 chunks of 32, and the last token's once more; or 3 each
+
+
+def test_prompts_that_begin_alike_compute_the_beginning_once_where_it_is_kept():
+    costs = Costs(**{**FREE, "prefill_s": 1.0}, copy_s=0.0, land_s=0.0)
+    requests = [Request(0.0, 80, 1, 1, shared_len=64), Request(100.0, 80, 1, 1, shared_len=64)]
+    kept, _ = run(requests, costs, prefix_cache=True)
+    alone, _ = run(requests, costs, prefix_cache=False)
+    assert (kept.makespan_s, alone.makespan_s) == (101.0, 103.0)
+
+
 def test_the_same_load_gives_the_same_figures():
     case = list_cases(config())[0]
     runs = [simulate(case.settings, case.requests(1), case.costs, case.num_staging) for _ in range(2)]
@@ -185,119 +210,6 @@ def test_who_held_the_pool_never_adds_up_to_more_than_there_is():
     assert [len(spans) for spans in timeline.parked.values()] == [result.num_parks]
     thin = timeline.thinned(4)
     assert len(thin.times) <= 10 and thin.times[-1] == timeline.times[-1]
-
-
-# Loads
-
-
-def workload(**fields):
-    return load_config(MODEL, {f"workload.{name}": value for name, value in fields.items()}).workload
-
-
-def test_a_seed_gives_the_same_requests_and_another_others():
-    section = workload(kind="poisson", num_requests=50)
-    assert draw(section, 3) == draw(section, 3) != draw(section, 4)
-    assert draw(section, 3)[0] == Request(0.0, 180, 1578, 1578)  # on every machine
-
-
-def test_lengths_stay_when_arrivals_change():
-    plain, late = (draw(workload(kind=kind, num_requests=20), 1) for kind in ("uniform", "poisson"))
-    assert [(r.prompt_len, r.answer_len) for r in plain] == [(r.prompt_len, r.answer_len) for r in late]
-    assert {r.arrival_s for r in plain} == {0.0} and len({r.arrival_s for r in late}) == 20
-
-
-def test_uniform_lengths_reach_from_the_shortest_to_the_longest():
-    found = draw(workload(num_requests=3000, prompt_len_min=3, prompt_len_max=9, answer_len_min=1, answer_len_max=100), 0)
-    assert {r.prompt_len for r in found} == {3, 4, 5, 6, 7, 8, 9}
-    assert (min(r.answer_len for r in found), max(r.answer_len for r in found)) == (1, 100)
-    assert statistics.mean(r.answer_len for r in found) == pytest.approx(50.5, abs=2)
-
-
-def test_a_heavy_tail_is_mostly_short_and_sometimes_very_long():
-    lengths = [r.answer_len for r in draw(workload(kind="heavy", num_requests=3000, answer_len_min=10, answer_len_max=4000), 0)]
-    assert statistics.median(lengths) == pytest.approx(20, abs=2)  # a tail of index 1: half are below twice the shortest
-    assert min(lengths) == 10 and 1000 < max(lengths) <= 4000
-    assert sum(length > 100 for length in lengths) / 3000 == pytest.approx(0.0975, abs=0.02)
-
-
-def test_lognormal_lengths_lie_around_the_geometric_middle():
-    found = draw(workload(lengths="lognormal", num_requests=3000, answer_len_min=100, answer_len_max=1600), 0)
-    lengths = [r.answer_len for r in found]
-    assert statistics.median(lengths) == pytest.approx(400, rel=0.05)
-    assert min(lengths) >= 100 and max(lengths) <= 1600
-    assert sum(200 <= length <= 800 for length in lengths) / 3000 == pytest.approx(0.68, abs=0.03)  # one standard deviation
-
-
-def test_fixed_lengths_are_the_longest():
-    assert draw(workload(lengths="fixed", num_requests=2), 0) == (Request(0.0, 512, 4096, 4096),) * 2
-
-
-def test_arrivals_are_staggered_poisson_or_in_bursts():
-    def times(**fields):
-        return [r.arrival_s for r in draw(workload(num_requests=4000, every_s=2.0, **fields), 0)]
-
-    assert times(arrivals="staggered")[:3] == [0.0, 2.0, 4.0]
-    gaps = [b - a for a, b in itertools.pairwise(times(kind="poisson"))]
-    assert statistics.mean(gaps) == pytest.approx(2.0, rel=0.05) and statistics.stdev(gaps) == pytest.approx(2.0, rel=0.1)
-    bursts = times(kind="bursty", burst=5)
-    assert len(set(bursts)) == 800 and all(len(set(bursts[i : i + 5])) == 1 for i in range(0, 4000, 5))
-    assert math.isclose(bursts[-1] / 799, 2.0, rel_tol=0.15)
-
-
-def test_priorities_and_limits_are_drawn_beside_the_lengths():
-    found = draw(workload(num_requests=100, priorities=[-10, 0], max_tokens=3000), 0)
-    assert {r.priority for r in found} == {-10, 0}
-    assert all(r.max_tokens == max(3000, r.answer_len) for r in found) and {r.answer_len for r in found} != {3000}
-
-
-# Traces
-
-
-def test_a_trace_is_read_in_order_of_arrival(tmp_path):
-    path = tmp_path / "t.jsonl"
-    lines = [Request(2.5, 10, 20, 30, -1).to_line(), "\n", '{"arrival_s": 1, "prompt_tokens": 4, "generated_tokens": 5, "user": "x"}\n']
-    path.write_text("".join(lines))
-    assert read_trace(path) == [Request(1.0, 4, 5, 5, 0), Request(2.5, 10, 20, 30, -1)]
-    section = load_config(MODEL, {"workload.kind": "measured", "workload.trace": str(path)}).workload
-    assert draw(section, 0) == draw(section, 9) == tuple(read_trace(path))
-    mixed = load_config(MODEL, {"workload.lengths": "trace", "workload.arrivals": "staggered", "workload.trace": str(path)}).workload
-    assert [(r.arrival_s, r.prompt_len) for r in draw(mixed, 0)] == [(0.0, 4), (3.0, 10)]
-
-
-GOOD = '{"arrival_s": 0, "prompt_tokens": 4, "generated_tokens": 5}'
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        ("[1]", "got a list, a trace has one object a line, such as"),
-        ('{"prompt_tokens": 4, "generated_tokens": 5}', "arrival_s: got nothing, allowed: a number >= 0"),
-        ('{"arrival_s": -1, "prompt_tokens": 4, "generated_tokens": 5}', "arrival_s: got -1, allowed: a number >= 0"),
-        ('{"arrival_s": NaN, "prompt_tokens": 4, "generated_tokens": 5}', "arrival_s: got NaN, allowed: a number >= 0"),
-        ("[" * 100_000, "is not JSON: maximum recursion depth exceeded"),
-        (f'{{"arrival_s": {10**400}, "prompt_tokens": 4, "generated_tokens": 5}}', f"arrival_s: got {10**400}, allowed: a number >= 0"),
-        ('{"arrival_s": 0, "prompt_tokens": 0, "generated_tokens": 5}', "prompt_tokens: got 0, allowed: an integer >= 1"),
-        ('{"arrival_s": 0, "prompt_tokens": 1.5, "generated_tokens": 5}', "prompt_tokens: got 1.5, allowed: an integer >= 1"),
-        ('{"arrival_s": 0, "prompt_tokens": 4, "generated_tokens": true}', "generated_tokens: got true, allowed: an integer >= 1"),
-        (GOOD.replace("}", ', "priority": "high"}'), 'priority: got "high", allowed: an integer'),
-        (GOOD.replace("}", ', "max_tokens": null}'), "max_tokens: got null, allowed: an integer >= 1"),
-    ],
-)
-def test_a_trace_line_that_cannot_be_read_is_named_by_its_number(tmp_path, line, message):
-    path = tmp_path / "t.jsonl"
-    path.write_text(f"{GOOD}\n\n{line}\n")
-    with pytest.raises(ConfigError) as error:
-        read_trace(path)
-    assert str(error.value).startswith(f"{path}, line 3: {message}")
-
-
-def test_a_trace_that_is_not_there_or_empty_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read the trace .*none.jsonl: No such file or directory$"):
-        read_trace(tmp_path / "none.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match=r"empty.jsonl holds no request: record one with `jaxkv batch --record-trace FILE`$"):
-        read_trace(tmp_path / "empty.jsonl")
 
 
 # Costs
@@ -353,6 +265,16 @@ def test_a_sweep_runs_every_combination_with_every_seed():
     assert sweep[0].results[0].num_parks > 0 and sweep[1].results[0].num_parks == 0
 
 
+def test_values_of_a_zip_go_together_in_every_combination_of_the_grid():
+    grid, lines = {"scheduler.victim": ["smallest", "largest"]}, {"pool.tokens": [512, 1024], "scheduler.rows": [2, 4]}
+    assert [case.name for case in list_cases(config(sweep__grid=grid, sweep__zip=lines))] == [
+        "victim smallest, tokens 512, rows 2",
+        "victim smallest, tokens 1024, rows 4",
+        "victim largest, tokens 512, rows 2",
+        "victim largest, tokens 1024, rows 4",
+    ]
+
+
 def test_processes_change_no_figure():
     grid = {"scheduler.victim": ["smallest", "largest"]}
     one, two = (run_sweep(config(sweep__grid=grid, simulate__processes=num)) for num in (1, 2))
@@ -381,6 +303,19 @@ def test_processes_change_no_figure():
         ({"sweep__grid": {"scheduler.victim": ["big"]}}, "scheduler.victim: got 'big', allowed: smallest | "),
         ({"sweep__grid": {"scheduler.victim": []}}, "sweep.grid: scheduler.victim has no values; name some, or leave it out"),
         ({"sweep__grid": {"sweep.seeds": [1]}}, "sweep.grid: sweep.seeds says what is compared and cannot be compared itself; take it out"),
+        (
+            {"sweep__grid": {"pool.tokens": [512]}, "sweep__zip": {"pool.tokens": [1024]}},
+            "sweep: pool.tokens stands in grid and in zip, so two axes would set it; take it out of one of them",
+        ),
+        (
+            {"sweep__zip": {"pool.tokens": [512, 1024], "scheduler.rows": [2]}},
+            "sweep.zip: its lists go together, value by value, and must be of one length: pool.tokens has 2, scheduler.rows has 1",
+        ),
+        (
+            {"sweep__zip": {"workload.seed": [1, 2]}},
+            "sweep.seeds: got 2, which sets workload.seed, as sweep.zip does; take one of them out",
+        ),
+        ({"sweep__zip": {"scheduler.rows": []}}, "sweep.zip: scheduler.rows has no values; name some, or leave it out"),
         (
             {"sweep__grid": {"pool.page_size": [8], "pool.page-size": [8]}},
             "sweep.grid: one field stands twice, with dashes and with underscores",

@@ -1,9 +1,10 @@
-"""A measured load as a file: one request a line, when it came, how long it was, how urgent. Never what was said.
+"""One request of a load, and a measured load as a file: one request a line, when it came, how long it was, how urgent. Never what was said.
 
     {"arrival_s": 0.0, "prompt_tokens": 120, "generated_tokens": 512, "max_tokens": 512, "priority": 0}
 
-`arrival_s` counts from the first request. `max_tokens` (what was asked for at most) and `priority` may be missing: then it asked for what
-it got, with priority 0. Other fields are left alone.
+`arrival_s` counts from the first request. `max_tokens` (what was asked for at most), `priority`, `n` (choices) and `cancel_after` (tokens
+after which its caller left) may be missing: then it asked for what it got, with priority 0, for one choice, and stayed. Other fields are
+left alone.
 """
 
 import json
@@ -24,6 +25,20 @@ class Request:
     answer_len: int
     max_tokens: int
     priority: int = 0
+    n: int = 1  # choices, of the same length each
+    cancel_after: int | None = None  # tokens of each choice after which its caller leaves; None stays to the end
+    shared_len: int = 0  # tokens of its prompt with which all generated prompts of the load begin
+    text: str | None = None  # the prompt, where it is not generated; `prompt_len` is then an estimate
+
+    @property
+    def ends_after(self) -> int:
+        """Tokens of each choice, by whichever end comes first."""
+        return self.answer_len if self.cancel_after is None else min(self.answer_len, self.cancel_after)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its caller leaves before it ends by itself."""
+        return self.ends_after < self.answer_len
 
     def to_line(self) -> str:
         """As a line of a trace."""
@@ -33,6 +48,8 @@ class Request:
             "generated_tokens": self.answer_len,
             "max_tokens": self.max_tokens,
             "priority": self.priority,
+            **({"n": self.n} if self.n > 1 else {}),
+            **({} if self.cancel_after is None else {"cancel_after": self.cancel_after}),
         }
         return json.dumps(fields) + "\n"
 
@@ -60,7 +77,9 @@ def _read_line(line: str, where: str) -> Request:
     prompt_len, answer_len = (_number(fields, name, where, 1, int) for name in ("prompt_tokens", "generated_tokens"))
     max_tokens = _number({"max_tokens": answer_len, **fields}, "max_tokens", where, 1, int)
     priority = _number({"priority": 0, **fields}, "priority", where, None, int)
-    return Request(float(arrival_s), prompt_len, answer_len, max(max_tokens, answer_len), priority)
+    n = _number({"n": 1, **fields}, "n", where, 1, int)
+    leaves = _number(fields, "cancel_after", where, 1, int) if fields.get("cancel_after") is not None else None
+    return Request(float(arrival_s), prompt_len, answer_len, max(max_tokens, answer_len), priority, n, leaves)
 
 
 def _number(fields: dict[str, Any], name: str, where: str, least: int | None, kind: Any) -> Any:
