@@ -38,6 +38,7 @@ class Experts:
     ffn_dim: int  # of one expert
     rescale: bool  # whether the weights of the chosen are made to add up to one
     dense_layers: tuple[int, ...] = ()  # those that have one plain feed-forward part instead
+    shared_dim: int = 0  # of one more that every token visits, weighted by a gate of its own; 0 where there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,14 @@ class Recurrent:
     def conv_dim(self) -> int:
         """Channels of the convolution. In Mamba it comes before anything is stored or found under exists."""
         return self.inner_dim + (0 if self.kind == "mamba" else 2 * self.num_groups * self.state_dim)
+
+    @property
+    def split_dims(self) -> dict[str, int]:
+        """What a mesh must divide, in words, and its size."""
+        if self.kind == "mamba":
+            return {f"{self.inner_dim} channels": self.inner_dim}
+        heads = {f"{self.num_heads} recurrent heads": self.num_heads}
+        return heads if self.kind == "mamba2" else heads | {f"{self.num_groups} recurrent key heads": self.num_groups}
 
     @property
     def sum_shape(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ layers like it for the dtype; heads are always [t, n, d].
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -38,9 +39,25 @@ SPLIT: dict[str, Side] = {
     "mlp.gate": "out",
     "mlp.up": "out",
     "mlp.down": "in",
+    "mlp.shared.gate": "out",
+    "mlp.shared.up": "out",
+    "mlp.shared.down": "in",
+    "attn.z": "out",
+    "attn.beta": "out",
+    "attn.step": "out",
+    "mixer.x": "out",
+    "mixer.z": "out",
+    "mixer.step": "out",
+    "mixer.scan.mix": "in",
+    "mixer.scan.step_size": "out",
+    "mixer.o": "in",
     "embed": "out",
     "head": "out",
 }
+
+
+# x, angles, cache and `attend`; in a layer that keeps a state () and `advance` instead
+Layer = Callable[[Array, Any, Any, Any], tuple[Array, Any]]
 
 
 def stream_norm(config: ModelConfig, dtype: jnp.dtype, *, plus_one: bool = False) -> RMSNorm:
@@ -51,15 +68,25 @@ def stream_norm(config: ModelConfig, dtype: jnp.dtype, *, plus_one: bool = False
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; query head i reads kv head i // (h / k).
 
-    `bias`: q, k and v have one. `head_norm`: each head of q and k is normalised before it is turned (`plus_one`: times 1 + scale).
+    `bias`: q, k and v have one. `head_norm`: each head of q and k is normalised before it is turned (`plus_one`: times 1 + scale). `gated`:
+    q is twice as long, of each head first the query, then what the sigmoid of gates the head's output.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, dtype: jnp.dtype, *, bias: bool = False, head_norm: bool = False, plus_one: bool = False
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: jnp.dtype,
+        *,
+        bias: bool = False,
+        head_norm: bool = False,
+        plus_one: bool = False,
+        gated: bool = False,
     ):
         m, h, k, d = config.hidden_dim, config.num_heads, config.num_kv_heads, config.head_dim
-        self.place, self.head_dim, self.scale, self.window = config.place_of(layer), d, config.scale, config.window_of(layer)
-        self.q = Linear(m, h * d, dtype, bias=bias)
+        self.place, self.window, self.scale = config.place_of(layer), config.window_of(layer), config.scale
+        self.head_dim, self.gated = d, gated
+        self.q = Linear(m, (2 if gated else 1) * h * d, dtype, bias=bias)
         self.k = Linear(m, k * d, dtype, bias=bias)
         self.v = Linear(m, k * d, dtype, bias=bias)
         self.o = Linear(h * d, m, dtype)
@@ -69,29 +96,29 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "..."], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "..."], Any]:
         d = self.head_dim
 
-        def turned(project: Linear, norm: RMSNorm | None) -> Float[Array, "t n d"]:
-            heads = split_heads(project(x), d)
+        def turned(heads: Float[Array, "t n d"], norm: RMSNorm | None) -> Float[Array, "t n d"]:
             return rotate(heads if norm is None else norm(heads), *angles)
 
-        q, k, v = turned(self.q, self.q_norm), turned(self.k, self.k_norm), split_heads(self.v(x), d)
+        q, gate = split_heads(self.q(x), 2 * d if self.gated else d), None
+        if self.gated:
+            q, gate = q[..., :d], q[..., d:]
+        q, k, v = turned(q, self.q_norm), turned(split_heads(self.k(x), d), self.k_norm), split_heads(self.v(x), d)
         out, cache = attend(self.place, q, k, v, cache, scale=self.scale, window=self.window)
+        if gate is not None:
+            out = out.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
         return self.o(join_heads(out.astype(x.dtype))), cache
-
-
-# x, angles, cache and `attend`; in a layer that keeps a state () and `advance` instead
-Layer = Callable[[Array, Any, Any, Any], tuple[Array, Any]]
 
 
 class Block(nnx.Module):
     """One decoder layer: x + attention(norm x), then x + mlp(norm x)."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: Attention, mlp: Callable[[Array], Array]):
-        self.attn_norm = stream_norm(config, dtype)
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: Layer, mlp: Callable[[Array], Array], *, plus_one: bool = False):
+        self.attn_norm = stream_norm(config, dtype, plus_one=plus_one)
         self.attn = attention
-        self.mlp_norm = stream_norm(config, dtype)
+        self.mlp_norm = stream_norm(config, dtype, plus_one=plus_one)
         self.mlp = mlp
 
-    def __call__(self, x: Float[Array, "..."], angles: tuple[Array, Array], cache: Any, attend: Attend) -> tuple[Float[Array, "..."], Any]:
+    def __call__(self, x: Float[Array, "..."], angles: Any, cache: Any, attend: Any) -> tuple[Float[Array, "..."], Any]:
         mixed, cache = self.attn(self.attn_norm(x), angles, cache, attend)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), cache
@@ -124,7 +151,7 @@ class Stack(nnx.Module):
         angles = {rope: rope_angles(positions, rope_frequencies(rope, config.turning_dim)) for rope in dict.fromkeys(ropes.values())}
         for layer, block in enumerate(self.layers):
             x, cache = block(x, angles[ropes[layer]], cache, attend) if layer in ropes else block(x, (), cache, advance)
-        return as_rows(self.norm(x)), cache
+        return as_rows(self.norm(x.astype(self.dtype))), cache
 
     def embedded(self, tokens: Int[Array, " t"]) -> Float[Array, "..."]:
         """The stream as the first layer gets it."""

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import Experts
-from jaxkv.models.layers import Linear, as_rows, product, works_in_columns, zeros
+from jaxkv.models.layers import GatedMLP, Linear, as_rows, product, works_in_columns, zeros
 
 TILE = 4  # rows of a tile; never one, XLA:CPU is many times slower there
 
@@ -72,7 +72,7 @@ class ExpertLinear(nnx.Module):
 
 
 class ExpertMLP(nnx.Module):
-    """For every token the sum over its chosen experts of weight * down(silu(gate x) * up x)."""
+    """For every token the sum over its chosen experts of weight * down(silu(gate x) * up x); a shared one is chosen by all."""
 
     def __init__(self, dim: int, experts: Experts, dtype: jnp.dtype):
         num, ffn_dim = experts.num_experts, experts.ffn_dim
@@ -81,6 +81,9 @@ class ExpertMLP(nnx.Module):
         self.gate = ExpertLinear(num, dim, ffn_dim, dtype)
         self.up = ExpertLinear(num, dim, ffn_dim, dtype)
         self.down = ExpertLinear(num, ffn_dim, dim, dtype)
+        if experts.shared_dim:
+            self.shared = GatedMLP(dim, experts.shared_dim, dtype)
+            self.shared_gate = Linear(dim, 1, dtype)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         columns = works_in_columns(x.dtype)
@@ -100,7 +103,10 @@ class ExpertMLP(nnx.Module):
         total = jnp.zeros(rows.shape, jnp.float32)
         for j in range(self.experts.num_chosen):
             total += weights[:, j, None] * jnp.take(done, tiles.places[:, j], axis=0, mode="clip")
-        return (total.T if columns else total).astype(x.dtype)
+        total = total.T if columns else total
+        if self.experts.shared_dim:
+            total += jax.nn.sigmoid(self.shared_gate.wide(x)) * self.shared(x).astype(jnp.float32)
+        return total.astype(x.dtype)
 
     def route(self, x: Float[Array, "..."]) -> tuple[Float[Array, "t c"], Int[Array, "t c"]]:
         """Each token's experts, the likeliest first, and what their results are weighted with: softmax over all experts, in float32."""

@@ -8,10 +8,15 @@ from jaxkv.models.errors import ModelError
 FAMILIES: dict[str, str] = {
     "gemma3_text": "jaxkv.models.gemma3_text:Gemma3Text",
     "llama": "jaxkv.models.llama:Llama",
+    "mamba": "jaxkv.models.mamba:Mamba",
+    "mamba2": "jaxkv.models.mamba2:Mamba2",
     "mistral": "jaxkv.models.mistral:Mistral",
     "qwen2": "jaxkv.models.qwen2:Qwen2",
     "qwen3": "jaxkv.models.qwen3:Qwen3",
+    "qwen3_5": "jaxkv.models.qwen3_5:Qwen35",
+    "qwen3_5_moe": "jaxkv.models.qwen3_5_moe:Qwen35Moe",
     "qwen3_moe": "jaxkv.models.qwen3_moe:Qwen3Moe",
+    "qwen3_next": "jaxkv.models.qwen3_next:Qwen3Next",
 }
 
 

@@ -16,6 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import Rope
 
+WIDE = jnp.dtype("float32")  # of what is computed and kept wide whatever the model's dtype
+
 
 def works_in_columns(dtype: jnp.dtype) -> bool:
     """Whether a model of this dtype keeps its activations as columns [m, t] instead of rows [t, m].

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.errors import ModelError
 from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
-from jaxkv.models.load_hf_names import HEAD, IGNORED, stack_of, tensor_names, text_names
+from jaxkv.models.load_hf_names import DRAFT_HEAD, HEAD, IGNORED, stack_of, tensor_names, text_names
+from jaxkv.models.load_hf_parts import GATE_UP, Part, tensor_parts
 from jaxkv.models.parameters import OnTensor, Stages, Tensor, check_names, check_shapes, hash_files, place_tensors
 from jaxkv.models.read_config import WRAPPED, read_config, read_eos_ids
 from jaxkv.models.safetensors_file import Entry, read_header
@@ -43,9 +44,10 @@ class HfFolder:
 
     def tensors(self) -> list[Tensor]:
         """Every parameter's tensor; refuses missing, left-over and misshapen ones."""
-        names = tensor_names(self.config)
-        check_names(names, self.entries, str(self.path))
-        tensors = list(_tensors(names, self.entries))
+        packed = any(key in self.entries for key in map(GATE_UP.format, range(self.config.num_layers)))
+        names, parts = tensor_names(self.config, packed=packed), tensor_parts(self.config, packed=packed)
+        check_names(names.keys() | {part.key for part in parts}, self.entries, str(self.path))
+        tensors = [*_tensors(names, self.entries), *(_part(part, self.entries[part.key]) for part in parts)]
         check_shapes(self.config, tensors, str(self.path))
         return tensors
 
@@ -68,6 +70,7 @@ def open_hf(path: Path) -> HfFolder:
     entries = {name: entry for file in files for name, entry in read_header(file).items() if not name.endswith(IGNORED)}
     if config_json.get("model_type") in WRAPPED:
         entries = {name: entries[key] for key, name in text_names(entries).items()}
+    entries = {name: entry for name, entry in entries.items() if not name.startswith(DRAFT_HEAD)}
     # What is in the file decides whether embeddings are tied, unless the config says outright that they are not.
     has_head = HEAD.keys() <= entries.keys()
     tied = not has_head and config_json.get("tie_word_embeddings") is not False
@@ -105,6 +108,8 @@ def _tensors(names: Mapping[str, str], entries: Mapping[str, Entry]) -> Iterator
     for key, path in names.items():
         if whole := stack_of(path):
             stacks.setdefault(whole, []).append(key)
+        elif path.endswith(".taps"):
+            yield _taps(path, key, entries[key])
         else:
             yield Tensor(path, key, entries[key].shape, entries[key].read, np.asarray)
     for path, keys in stacks.items():
@@ -115,3 +120,12 @@ def _stacked(path: str, keys: Sequence[str], entries: Sequence[Entry]) -> Tensor
     """Named after its first row, or after the first whose shape is another."""
     odd = next((i for i, entry in enumerate(entries) if entry.shape != entries[0].shape), 0)
     return Tensor(path, keys[odd], (len(keys), *entries[odd].shape), lambda: np.stack([entry.read() for entry in entries]), np.asarray)
+
+
+def _part(part: Part, entry: Entry) -> Tensor:
+    return Tensor(part.path, part.key, part.shape(entry.shape), entry.read, part.cut)
+
+
+def _taps(path: str, key: str, entry: Entry) -> Tensor:
+    """A convolution's, [channels, 1, taps] in a file."""
+    return Tensor(path, key, (entry.shape[-1], *entry.shape[:-2]), entry.read, lambda whole: whole[:, 0].T)

@@ -1,4 +1,4 @@
-"""Hugging Face's tensor names, and the parameter each becomes. Knows no files.
+"""Hugging Face's tensor names, and the parameter each becomes. Knows no files, and not the tensors that several parameters lie in.
 
 Weights are [out, in]; "{}" is the number of the layer.
 """
@@ -9,8 +9,10 @@ from jaxkv.models.config import ModelConfig
 
 TOP = {"model.embed_tokens.weight": "embed.table", "model.norm.weight": "norm.scale"}
 HEAD = {"lm_head.weight": "head.table"}
-PICTURES = ("vision_tower.", "multi_modal_projector.")  # parts of models that also see pictures
+MAMBA_TOP = {"backbone.embeddings.weight": "embed.table", "backbone.norm_f.weight": "norm.scale"}
+PICTURES = ("vision_tower.", "multi_modal_projector.", "visual.")  # parts of models that also see pictures
 IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and that follow from the config
+DRAFT_HEAD = "mtp."  # a part of some models that guesses further tokens; nothing runs it yet
 
 PLAIN = {
     "model.layers.{}.input_layernorm.weight": "layers.{}.attn_norm.scale",
@@ -37,15 +39,55 @@ SANDWICH = {
     "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.mlp_norm.scale",
     "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_out_norm.scale",
 }
+DELTA = {
+    "model.layers.{}.linear_attn.conv1d.weight": "layers.{}.attn.rule.taps",
+    "model.layers.{}.linear_attn.A_log": "layers.{}.attn.rule.log_rate",
+    "model.layers.{}.linear_attn.dt_bias": "layers.{}.attn.rule.step_bias",
+    "model.layers.{}.linear_attn.norm.weight": "layers.{}.attn.norm.scale",
+    "model.layers.{}.linear_attn.out_proj.weight": "layers.{}.attn.o.weight",
+}
+DELTA_APART = {
+    "model.layers.{}.linear_attn.in_proj_z.weight": "layers.{}.attn.z.weight",
+    "model.layers.{}.linear_attn.in_proj_b.weight": "layers.{}.attn.beta.weight",
+    "model.layers.{}.linear_attn.in_proj_a.weight": "layers.{}.attn.step.weight",
+}
+MAMBA2 = {
+    "backbone.layers.{}.norm.weight": "layers.{}.norm.scale",
+    "backbone.layers.{}.mixer.conv1d.weight": "layers.{}.mixer.scan.taps",
+    "backbone.layers.{}.mixer.A_log": "layers.{}.mixer.scan.log_rate",
+    "backbone.layers.{}.mixer.D": "layers.{}.mixer.scan.skip",
+    "backbone.layers.{}.mixer.dt_bias": "layers.{}.mixer.scan.step_bias",
+    "backbone.layers.{}.mixer.norm.weight": "layers.{}.mixer.scale",
+    "backbone.layers.{}.mixer.out_proj.weight": "layers.{}.mixer.o.weight",
+}
+MAMBA = {key: path for key, path in MAMBA2.items() if not key.endswith(("dt_bias", "mixer.norm.weight"))} | {
+    "backbone.layers.{}.mixer.x_proj.weight": "layers.{}.mixer.scan.mix.weight",
+    "backbone.layers.{}.mixer.dt_proj.weight": "layers.{}.mixer.scan.step_size.weight",
+    "backbone.layers.{}.mixer.dt_proj.bias": "layers.{}.mixer.scan.step_size.bias",
+}
+CONV_BIAS = {"backbone.layers.{}.mixer.conv1d.bias": "layers.{}.mixer.scan.taps_bias"}
+OUT_BIAS = {"backbone.layers.{}.mixer.out_proj.bias": "layers.{}.mixer.o.bias"}
 LAYER = {
     "gemma3_text": PLAIN | HEAD_NORM | SANDWICH,
     "llama": PLAIN,
+    "mamba": MAMBA,
+    "mamba2": MAMBA2,
     "mistral": PLAIN,
     "qwen2": PLAIN | BIAS,
     "qwen3": PLAIN | HEAD_NORM,
+    "qwen3_5": PLAIN | HEAD_NORM,
+    "qwen3_5_moe": PLAIN | HEAD_NORM,
     "qwen3_moe": PLAIN | HEAD_NORM,
+    "qwen3_next": PLAIN | HEAD_NORM,
 }
 ROUTER = {"model.layers.{}.mlp.gate.weight": "layers.{}.mlp.router.weight"}
+SHARED = {
+    "model.layers.{}.mlp.shared_expert.gate_proj.weight": "layers.{}.mlp.shared.gate.weight",
+    "model.layers.{}.mlp.shared_expert.up_proj.weight": "layers.{}.mlp.shared.up.weight",
+    "model.layers.{}.mlp.shared_expert.down_proj.weight": "layers.{}.mlp.shared.down.weight",
+    "model.layers.{}.mlp.shared_expert_gate.weight": "layers.{}.mlp.shared_gate.weight",
+}
+PACKED = {"model.layers.{}.mlp.experts.down_proj": "layers.{}.mlp.down.weight"}  # gate and up lie in one tensor
 EXPERT = {
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.mlp.gate.weight.{}",
     "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.mlp.up.weight.{}",
@@ -53,15 +95,17 @@ EXPERT = {
 }
 
 
-def tensor_names(config: ModelConfig) -> dict[str, str]:
-    """Every tensor name a checkpoint of this config has, and the parameter it becomes.
+def tensor_names(config: ModelConfig, *, packed: bool = False) -> dict[str, str]:
+    """Every tensor name a checkpoint of this config has that is a parameter by itself, and the parameter's path.
 
-    A number at the end of a parameter's path is the place in a stack: "layers.0.mlp.up.weight.3" is row 3 of "layers.0.mlp.up.weight".
+    A number at the end of a path is the place in a stack: "layers.0.mlp.up.weight.3" is row 3 of "layers.0.mlp.up.weight". `packed`: the
+    experts of a layer are stacked in the file already.
     """
-    names = dict(TOP) if config.tie_embeddings else TOP | HEAD
+    top = MAMBA_TOP if config.model_type in ("mamba", "mamba2") else TOP
+    names = dict(top) if config.tie_embeddings else top | HEAD
     for layer in range(config.num_layers):
-        names |= {key.format(layer): path.format(layer) for key, path in _layer_names(config, layer).items()}
-        if experts := config.experts_of(layer):
+        names |= {key.format(layer): path.format(layer) for key, path in _layer_names(config, layer, packed).items()}
+        if (experts := config.experts_of(layer)) and not packed:
             places = range(experts.num_experts)
             names |= {key.format(layer, place): path.format(layer, place) for key, path in EXPERT.items() for place in places}
     return names
@@ -82,8 +126,14 @@ def stack_of(path: str) -> str | None:
     return whole if last.isdigit() else None
 
 
-def _layer_names(config: ModelConfig, layer: int) -> dict[str, str]:
-    names = LAYER[config.model_type]
-    if config.experts_of(layer) is None:
+def _layer_names(config: ModelConfig, layer: int, packed: bool) -> dict[str, str]:
+    names, recurrent = LAYER[config.model_type], config.recurrent
+    if recurrent is not None and recurrent.kind != "delta":
+        return names | (CONV_BIAS if recurrent.conv_bias else {}) | (OUT_BIAS if recurrent.bias else {})
+    if layer in config.state_layers:
+        apart = {} if config.model_type == "qwen3_next" else DELTA_APART
+        names = {key: path for key, path in names.items() if ".attn." not in path} | DELTA | apart
+    if (experts := config.experts_of(layer)) is None:
         return names
-    return {key: path for key, path in names.items() if ".mlp." not in path} | ROUTER
+    names = {key: path for key, path in names.items() if ".mlp." not in path} | ROUTER
+    return names | (SHARED if experts.shared_dim else {}) | (PACKED if packed else {})

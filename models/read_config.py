@@ -10,9 +10,11 @@ from typing import Any
 from jaxkv.models.config import DTYPES, Experts, ModelConfig, Rope, check_num_layers, read_count
 from jaxkv.models.errors import ModelError
 from jaxkv.models.families import check_supported
+from jaxkv.models.read_recurrent import FULL, HYBRIDS, PURE, read_recurrent
 
 # Options that some members of a family use and that we do not compute: what they may say, if they are there at all.
 PLAIN: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+GATED = PLAIN | {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"}
 REFUSED: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "attention_bias": False,
@@ -22,11 +24,17 @@ REFUSED: dict[str, dict[str, Any]] = {
         "use_bidirectional_attention": False,
     },
     "llama": PLAIN,
+    "mamba": {"hidden_act": "silu"},
+    "mamba2": {"hidden_act": "silu", "norm_before_gate": False},
     "mistral": PLAIN,
     "qwen2": PLAIN,
     "qwen3": PLAIN,
+    "qwen3_5": GATED,
+    "qwen3_5_moe": GATED,
     "qwen3_moe": PLAIN | {"use_sliding_window": False},
+    "qwen3_next": GATED,
 }
+UNBOUNDED = 32_768  # context of a model that has no longest one, unless its config says max_position_embeddings
 # What a family's config leaves out where it is what its class in transformers has. Gemma's own files do.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
@@ -40,51 +48,82 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
         "tie_word_embeddings": True,
-    }
+    },
+    "mamba": {"max_position_embeddings": UNBOUNDED, "tie_word_embeddings": True},
+    "mamba2": {"max_position_embeddings": UNBOUNDED},
+    "qwen3_5": {"partial_rotary_factor": 0.25},
+    "qwen3_5_moe": {"partial_rotary_factor": 0.25, "norm_topk_prob": True},
+    "qwen3_next": {"partial_rotary_factor": 0.25},
 }
-WRAPPED = {"gemma3": "gemma3_text"}  # models that also see pictures, and the family of their text part
+# Models that also see pictures, and text parts saved by themselves: the family of the text part.
+WRAPPED = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
 OUTER = ("dtype", "torch_dtype", "tie_word_embeddings")  # what such a model's config may say outside its `text_config`
-FULL, SLIDING = "full_attention", "sliding_attention"
+SLIDING = "sliding_attention"
+WITH_EXPERTS = ("qwen3_5_moe", "qwen3_moe", "qwen3_next")
+NO_ATTENTION: dict[str, Any] = {"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "ffn_dim": 0, "rope": Rope()}
 
 
 def read_config(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """A ModelConfig from the contents of a config.json; of a model that also sees pictures that of its text part."""
     if data.get("model_type") in WRAPPED:
         outer = {key: data[key] for key in OUTER if key in data}
-        data = {**outer, **data.get("text_config", {}), "model_type": WRAPPED[data["model_type"]]}
+        data = {**outer, **data.get("text_config", data), "model_type": WRAPPED[data["model_type"]]}
     model_type = str(data.get("model_type"))
     check_supported(model_type, where)
     _refuse_variants(data, where)
     data = {**DEFAULTS.get(model_type, {}), **data}
     count = partial(read_count, data, where)
-    num_heads, query_scalar = count("num_attention_heads"), data.get("query_pre_attn_scalar")
-    rope, window_rope = _read_ropes(data, where)
+    experts = _read_experts(data, where) if model_type in WITH_EXPERTS else None
     return ModelConfig(
         model_type=model_type,
         vocab_size=count("vocab_size"),
         num_layers=count("num_hidden_layers"),
         hidden_dim=count("hidden_size"),
-        num_heads=num_heads,
-        num_kv_heads=count("num_key_value_heads", num_heads),
-        head_dim=count("head_dim", count("hidden_size") // num_heads),
-        ffn_dim=count("intermediate_size"),
         max_position=count("max_position_embeddings"),
-        norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-        rope=rope,
+        norm_eps=float(data.get("layer_norm_epsilon", 1e-5) if model_type in PURE else data.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         dtype=_read_dtype(data),
-        experts=_read_experts(data, where) if model_type == "qwen3_moe" else None,
-        windows=_read_windows(data, where),
-        window_rope=window_rope,
-        query_scale=None if query_scalar is None else float(query_scalar) ** -0.5,
+        experts=experts,
+        recurrent=read_recurrent(data, where),
+        **(NO_ATTENTION if model_type in PURE else _read_attention(data, where, experts)),
     )
+
+
+def _read_attention(data: Mapping[str, Any], where: str, experts: Experts | None) -> dict[str, Any]:
+    """What only models with attention have; they have feed-forward parts, too."""
+    count = partial(read_count, data, where)
+    num_heads, query_scalar = count("num_attention_heads"), data.get("query_pre_attn_scalar")
+    head_dim = count("head_dim", count("hidden_size") // num_heads)
+    rope, window_rope = _read_ropes(data, where)
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": count("num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "ffn_dim": 0 if experts and not data.get("intermediate_size") else count("intermediate_size"),
+        "rope": rope,
+        "windows": _read_windows(data, where),
+        "window_rope": window_rope,
+        "query_scale": None if query_scalar is None else float(query_scalar) ** -0.5,
+        "rotary_dim": int(head_dim * read_part(data)) if data["model_type"] in HYBRIDS else None,
+    }
+
+
+def read_part(data: Mapping[str, Any]) -> float:
+    """How much of each head turns with the position."""
+    settings = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
+    return float(settings.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0)))
 
 
 def read_rope(data: Mapping[str, Any], where: str = "config.json") -> Rope:
     """Rotary settings from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     settings = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-    part = settings.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))
-    if part != 1.0:
+    if (part := read_part(data)) != 1.0 and data.get("model_type") not in HYBRIDS:
         raise ModelError(f"{where}: partial_rotary_factor = {part!r} is not supported for {data.get('model_type')!r}, only 1.0")
     kind = settings.get("rope_type") or settings.get("type") or "default"
     theta = float(settings.get("rope_theta") or data.get("rope_theta") or 10000.0)
@@ -160,6 +199,7 @@ def _read_experts(data: Mapping[str, Any], where: str) -> Experts:
         ffn_dim=count("moe_intermediate_size"),
         rescale=bool(data.get("norm_topk_prob", False)),
         dense_layers=tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step),
+        shared_dim=0 if data["model_type"] == "qwen3_moe" else count("shared_expert_intermediate_size"),
     )
 
 

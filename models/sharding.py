@@ -34,18 +34,27 @@ def by_rule(split: Mapping[str, Side], path: str, shape: tuple[int, ...], num_sh
     return PartitionSpec(*(AXIS if i == axis else None for i in range(len(shape))))
 
 
+def split_dims(config: ModelConfig) -> dict[str, int]:
+    """Everything that is split, in words, and its size: a mesh must divide all of it."""
+    heads, groups, ffn_dim = config.num_heads, config.num_kv_heads, config.ffn_dim
+    dims = {f"{heads} query heads": heads, f"{groups} kv heads": groups, f"feed-forward dim {ffn_dim}": ffn_dim}
+    if experts := config.experts:
+        dims |= {f"{experts.ffn_dim} of its experts": experts.ffn_dim, f"{experts.shared_dim} of the shared one": experts.shared_dim}
+    if config.recurrent:
+        dims |= config.recurrent.split_dims
+    return {words: dim for words, dim in dims.items() if dim}
+
+
 def allowed_meshes(config: ModelConfig) -> list[int]:
     """The device counts this model can be split over."""
-    dims = (config.num_heads, config.num_kv_heads, config.ffn_dim, *((config.experts.ffn_dim,) if config.experts else ()))
-    return [n for n in range(1, config.num_kv_heads + 1) if all(dim % n == 0 for dim in dims)]
+    dims = split_dims(config).values()
+    return [n for n in range(1, min(dims) + 1) if all(dim % n == 0 for dim in dims)]
 
 
 def check_mesh(config: ModelConfig, num_shards: int) -> None:
     """Refuse a mesh that does not divide the heads or the feed-forward dim, naming what would."""
     allowed = allowed_meshes(config)
     if num_shards not in allowed:
-        experts = f" and {config.experts.ffn_dim} of its experts" if config.experts else ""
-        raise ModelError(
-            f"mesh.tensor = {num_shards} must divide this model's {config.num_heads} query heads, {config.num_kv_heads} kv heads and "
-            f"feed-forward dim {config.ffn_dim}{experts}; allowed: {', '.join(map(str, allowed))}"
-        )
+        *most, last = split_dims(config)
+        what = f"{', '.join(most)} and {last}" if most else last
+        raise ModelError(f"mesh.tensor = {num_shards} must divide this model's {what}; allowed: {', '.join(map(str, allowed))}")

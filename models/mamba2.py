@@ -1,0 +1,83 @@
+"""The second Mamba family (`model_type` mamba2): heads instead of channels, each with one rate (https://arxiv.org/abs/2405.21060).
+
+    S <- exp(dt A) S + dt x B^T        out = S C + D x
+
+S is a matrix [d, n] per head, what is stored and found under (B and C) is shared by the heads of a group and goes through the convolution.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxkv.models.config import ModelConfig, Recurrent
+from jaxkv.models.decoder import Layer
+from jaxkv.models.interface import Advance
+from jaxkv.models.layers import WIDE, Linear, as_rows, ones, works_in_columns, zeros
+from jaxkv.models.mamba import Mamba, MambaBlock
+from jaxkv.models.recurrent import Recurrence, rows_of
+
+
+class HeadScan(Recurrence):
+    """The convolution over values and what they are stored and found under, and each head's matrix."""
+
+    def __init__(self, made: Recurrent, dtype: jnp.dtype):
+        super().__init__(made, dtype)
+        self.made = made
+        self.log_rate = zeros((made.num_heads,), WIDE)
+        self.step_bias = ones(made.num_heads, WIDE)
+        self.skip = ones(made.num_heads, WIDE)
+
+    def prepare(self, x: Float[Array, "t c"], *rest: Float[Array, "t h"]) -> tuple[Float[Array, "t ..."], ...]:
+        made, t = self.made, x.shape[0]
+        values, put, get = jnp.split(x, [made.inner_dim, made.inner_dim + made.num_groups * made.state_dim], axis=1)
+
+        def heads(y: Array) -> Array:
+            return jnp.repeat(y.reshape(t, made.num_groups, made.state_dim), made.num_heads // made.num_groups, axis=1)
+
+        step = jax.nn.softplus(rest[0] + self.step_bias[...][None])
+        fade = jnp.exp(step * -jnp.exp(self.log_rate[...])[None])
+        return values.reshape(t, made.num_heads, made.head_dim), step, fade, heads(put), heads(get)
+
+    def turn(self, total: Float[Array, "h d n"], *token: Float[Array, "h ..."]) -> tuple[Float[Array, "h d n"], Float[Array, "h d"]]:
+        x, step, fade, put, get = token
+        total = total * fade[:, None, None] + (step[:, None] * x)[:, :, None] * put[:, None, :]
+        return total, (total * get[:, None, :]).sum(-1) + self.skip[...][:, None] * x
+
+
+class Mamba2Mixer(nnx.Module):
+    """Into heads and gate, through the scan, gated, normalised by groups, and back."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype):
+        made, m = config.recurrent, config.hidden_dim
+        assert made is not None
+        self.made, self.place, self.eps = made, config.place_of(layer), config.norm_eps
+        shared = made.num_groups * made.state_dim
+        self.z = Linear(m, made.inner_dim, dtype, bias=made.bias)
+        self.x = Linear(m, made.inner_dim, dtype, bias=made.bias)
+        self.put = Linear(m, shared, dtype, bias=made.bias)
+        self.get = Linear(m, shared, dtype, bias=made.bias)
+        self.step = Linear(m, made.num_heads, dtype, bias=made.bias)
+        self.scan = HeadScan(made, dtype)
+        self.scale = ones(made.inner_dim, dtype)
+        self.o = Linear(made.inner_dim, m, dtype, bias=made.bias)
+
+    def __call__(self, x: Float[Array, "..."], cache: Any, advance: Advance) -> tuple[Float[Array, "..."], Any]:
+        mixed = jnp.concatenate([as_rows(project(x)) for project in (self.x, self.put, self.get)], axis=1)
+        out, cache = advance(self.place, self.scan, (mixed, rows_of(self.step, x)), cache)
+        y = out.reshape(out.shape[0], -1) * jax.nn.silu(rows_of(self.z, x))
+        groups = y.reshape(y.shape[0], self.made.num_groups, -1)
+        groups = groups * lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + self.eps)
+        y = groups.reshape(y.shape) * self.scale[...].astype(jnp.float32)[None]
+        return self.o((y.T if works_in_columns(x.dtype) else y).astype(x.dtype)), cache
+
+
+class Mamba2(Mamba):
+    """Decoder-only state space model with heads."""
+
+    @staticmethod
+    def make_block(config: ModelConfig, layer: int, dtype: jnp.dtype) -> Layer:
+        return MambaBlock(config, dtype, Mamba2Mixer(config, layer, dtype))
