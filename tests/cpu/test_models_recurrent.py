@@ -105,7 +105,8 @@ def test_a_chunk_is_one_token_after_the_other(runner: Runner) -> None:
     out, after = runner.run_chunk(inputs, state, T)
     states = tuple(np.stack([x] * B) for x in state)
     for t in range(T):
-        found, states = runner.run_step([np.stack([x[t]] * B) for x in inputs], tuple(states))
+        found, stepped = runner.run_step([np.stack([x[t]] * B) for x in inputs], states)
+        states = tuple(stepped)
         np.testing.assert_allclose(found[0], out[t], rtol=2e-4, atol=2e-4)
     for x, y in zip(states, after, strict=True):
         np.testing.assert_allclose(x[0].astype(np.float32), y.astype(np.float32), rtol=2e-4, atol=2e-4)
