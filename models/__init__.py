@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxkv.models.checkpoint import CheckpointInfo as CheckpointInfo
     from jaxkv.models.checkpoint import inspect_checkpoint as inspect_checkpoint
     from jaxkv.models.checkpoint import load_checkpoint as load_checkpoint
+    from jaxkv.models.checkpoint import load_draft_head as load_draft_head
     from jaxkv.models.checkpoint import load_tokenizer as load_tokenizer
     from jaxkv.models.checkpoint import save_converted as save_converted
     from jaxkv.models.config import ModelConfig as ModelConfig
@@ -38,7 +39,15 @@ if TYPE_CHECKING:
     from jaxkv.models.tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {
-    "checkpoint": ("Checkpoint", "CheckpointInfo", "inspect_checkpoint", "load_checkpoint", "load_tokenizer", "save_converted"),
+    "checkpoint": (
+        "Checkpoint",
+        "CheckpointInfo",
+        "inspect_checkpoint",
+        "load_checkpoint",
+        "load_draft_head",
+        "load_tokenizer",
+        "save_converted",
+    ),
     "config": ("ModelConfig",),
     "dense": ("dense_attend", "dense_logits"),
     "errors": ("ModelError",),

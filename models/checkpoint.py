@@ -14,7 +14,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.errors import ModelError
 from jaxkv.models.hf_tokenizer import HfTokenizer
 from jaxkv.models.load_gguf import open_gguf
-from jaxkv.models.load_hf import open_hf
+from jaxkv.models.load_hf import HfFolder, open_hf
 from jaxkv.models.load_orbax import DESCRIPTION, Description, open_converted, write_converted
 from jaxkv.models.parameters import OnStage, Stages, flat_parameters, numpy_dtype
 from jaxkv.models.sharding import AXIS, check_mesh
@@ -96,6 +96,19 @@ def load_checkpoint(
         sha256 = opened.weights_sha256(dtype)
     stages.report(on_stage)
     return Checkpoint(model, opened.config, tokenizer, opened.eos_ids, sha256)
+
+
+def load_draft_head(source: str | Path | CheckpointInfo, *, dtype: str, mesh: Mesh) -> Any:
+    """The head that some models bring to guess further tokens, as a module beside the model; ModelError where there is none."""
+    numpy_dtype(dtype)
+    opened = _opened(source)
+    if not isinstance(opened, HfFolder) or opened.draft_config is None:
+        raise ModelError(
+            f"{source.path if isinstance(source, CheckpointInfo) else source} has no draft head; the Hugging Face folders of qwen3_next, "
+            "qwen3_5 and qwen3_5_moe have one where they hold tensors named mtp.*"
+        )
+    check_mesh(opened.config, mesh.shape[AXIS])
+    return opened.load_draft_head(dtype, mesh)
 
 
 def load_tokenizer(source: str | Path | CheckpointInfo) -> HfTokenizer | None:

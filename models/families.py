@@ -18,6 +18,8 @@ FAMILIES: dict[str, str] = {
     "qwen3_moe": "jaxkv.models.qwen3_moe:Qwen3Moe",
     "qwen3_next": "jaxkv.models.qwen3_next:Qwen3Next",
 }
+# Modules that belong to a family and are loaded as one is.
+PARTS: dict[str, str] = {"draft_head": "jaxkv.models.draft_head:DraftHead"}
 
 
 def check_supported(model_type: str, where: str) -> None:
@@ -27,7 +29,8 @@ def check_supported(model_type: str, where: str) -> None:
 
 
 def model_class(model_type: str) -> Any:
-    """The module class of a family."""
-    check_supported(model_type, "model")
-    module, _, name = FAMILIES[model_type].partition(":")
+    """The module class of a family, or of a part of one."""
+    if model_type not in PARTS:
+        check_supported(model_type, "model")
+    module, _, name = (FAMILIES | PARTS)[model_type].partition(":")
     return getattr(import_module(module), name)

@@ -10,12 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.draft_head import draft_config
 from jaxkv.models.errors import ModelError
 from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
 from jaxkv.models.load_hf_names import DRAFT_HEAD, HEAD, IGNORED, stack_of, tensor_names, text_names
-from jaxkv.models.load_hf_parts import GATE_UP, Part, tensor_parts
+from jaxkv.models.load_hf_parts import PACKED, Part, tensor_parts
 from jaxkv.models.parameters import OnTensor, Stages, Tensor, check_names, check_shapes, hash_files, place_tensors
 from jaxkv.models.read_config import WRAPPED, read_config, read_eos_ids
+from jaxkv.models.read_recurrent import HYBRIDS
 from jaxkv.models.safetensors_file import Entry, read_header
 
 
@@ -28,6 +30,7 @@ class HfFolder:
     eos_ids: frozenset[int]
     files: tuple[Path, ...]
     entries: dict[str, Entry]
+    draft_entries: dict[str, Entry]  # of the draft head
 
     format = "huggingface"
 
@@ -39,20 +42,22 @@ class HfFolder:
     def weights_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
-    def check(self) -> None:
-        self.tensors()
+    @property
+    def draft_config(self) -> ModelConfig | None:
+        """The numbers of the draft head; None where there is none."""
+        return draft_config(self.config) if self.draft_entries else None
 
-    def tensors(self) -> list[Tensor]:
-        """Every parameter's tensor; refuses missing, left-over and misshapen ones."""
-        packed = any(key in self.entries for key in map(GATE_UP.format, range(self.config.num_layers)))
-        names, parts = tensor_names(self.config, packed=packed), tensor_parts(self.config, packed=packed)
-        check_names(names.keys() | {part.key for part in parts}, self.entries, str(self.path))
-        tensors = [*_tensors(names, self.entries), *(_part(part, self.entries[part.key]) for part in parts)]
-        check_shapes(self.config, tensors, str(self.path))
-        return tensors
+    def check(self) -> None:
+        _checked(self.config, self.entries, self.path)
+
+    def load_draft_head(self, dtype: str, mesh: Mesh) -> Any:
+        """The draft head as a module of its own; it needs the model to run."""
+        config = self.draft_config
+        assert config is not None
+        return place_tensors(config, dtype, mesh, _checked(config, self.draft_entries, self.path), Stages())
 
     def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnTensor | None = None) -> Any:
-        return place_tensors(self.config, dtype, mesh, self.tensors(), stages, on_tensor)
+        return place_tensors(self.config, dtype, mesh, _checked(self.config, self.entries, self.path), stages, on_tensor)
 
     def tokenizer(self) -> HfTokenizer | None:
         return read_tokenizer(self.path)
@@ -70,12 +75,13 @@ def open_hf(path: Path) -> HfFolder:
     entries = {name: entry for file in files for name, entry in read_header(file).items() if not name.endswith(IGNORED)}
     if config_json.get("model_type") in WRAPPED:
         entries = {name: entries[key] for key, name in text_names(entries).items()}
-    entries = {name: entry for name, entry in entries.items() if not name.startswith(DRAFT_HEAD)}
+    drafts = {name: entry for name, entry in entries.items() if name.startswith(DRAFT_HEAD) and config.model_type in HYBRIDS}
+    entries = {name: entry for name, entry in entries.items() if name not in drafts}
     # What is in the file decides whether embeddings are tied, unless the config says outright that they are not.
     has_head = HEAD.keys() <= entries.keys()
     tied = not has_head and config_json.get("tie_word_embeddings") is not False
     eos_ids = read_eos_ids(config_json, config_json.get("text_config") or {}, read_json(generation) if generation.exists() else {})
-    return HfFolder(path, config.with_tied(tied), eos_ids, files, entries)
+    return HfFolder(path, config.with_tied(tied), eos_ids, files, entries, drafts)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -100,6 +106,16 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     if single.exists():
         return (single,)
     raise ModelError(f"{path} has neither model.safetensors nor model.safetensors.index.json (other weight formats are not read)")
+
+
+def _checked(config: ModelConfig, entries: Mapping[str, Entry], path: Path) -> list[Tensor]:
+    """Every parameter's tensor; refuses missing, left-over and misshapen ones."""
+    packed = any(key.endswith(PACKED) for key in entries)
+    names, parts = tensor_names(config, packed=packed), tensor_parts(config, packed=packed)
+    check_names(names.keys() | {part.key for part in parts}, entries, str(path))
+    tensors = [*_tensors(names, entries), *(_part(part, entries[part.key]) for part in parts)]
+    check_shapes(config, tensors, str(path))
+    return tensors
 
 
 def _tensors(names: Mapping[str, str], entries: Mapping[str, Entry]) -> Iterator[Tensor]:

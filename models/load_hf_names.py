@@ -12,7 +12,13 @@ HEAD = {"lm_head.weight": "head.table"}
 MAMBA_TOP = {"backbone.embeddings.weight": "embed.table", "backbone.norm_f.weight": "norm.scale"}
 PICTURES = ("vision_tower.", "multi_modal_projector.", "visual.")  # parts of models that also see pictures
 IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and that follow from the config
-DRAFT_HEAD = "mtp."  # a part of some models that guesses further tokens; nothing runs it yet
+DRAFT_HEAD = "mtp."  # a part of some models that guesses further tokens, with a layer that is named like one of the model
+DRAFT_TOP = {
+    "mtp.fc.weight": "join.weight",
+    "mtp.pre_fc_norm_embedding.weight": "token_norm.scale",
+    "mtp.pre_fc_norm_hidden.weight": "hidden_norm.scale",
+    "mtp.norm.weight": "norm.scale",
+}
 
 PLAIN = {
     "model.layers.{}.input_layernorm.weight": "layers.{}.attn_norm.scale",
@@ -68,6 +74,7 @@ MAMBA = {key: path for key, path in MAMBA2.items() if not key.endswith(("dt_bias
 CONV_BIAS = {"backbone.layers.{}.mixer.conv1d.bias": "layers.{}.mixer.scan.taps_bias"}
 OUT_BIAS = {"backbone.layers.{}.mixer.out_proj.bias": "layers.{}.mixer.o.bias"}
 LAYER = {
+    "draft_head": PLAIN | HEAD_NORM,
     "gemma3_text": PLAIN | HEAD_NORM | SANDWICH,
     "llama": PLAIN,
     "mamba": MAMBA,
@@ -101,8 +108,20 @@ def tensor_names(config: ModelConfig, *, packed: bool = False) -> dict[str, str]
     A number at the end of a path is the place in a stack: "layers.0.mlp.up.weight.3" is row 3 of "layers.0.mlp.up.weight". `packed`: the
     experts of a layer are stacked in the file already.
     """
+    if config.model_type == "draft_head":
+        return DRAFT_TOP | {draft_key(key): path.replace("layers.0.", "layer.") for key, path in _names(config, packed).items()}
     top = MAMBA_TOP if config.model_type in ("mamba", "mamba2") else TOP
-    names = dict(top) if config.tie_embeddings else top | HEAD
+    return top | ({} if config.tie_embeddings else HEAD) | _names(config, packed)
+
+
+def draft_key(key: str) -> str:
+    """The name that a tensor of the model's first layer has in the draft head."""
+    return key.replace("model.layers.0.", "mtp.layers.0.")
+
+
+def _names(config: ModelConfig, packed: bool) -> dict[str, str]:
+    """Those of all layers."""
+    names: dict[str, str] = {}
     for layer in range(config.num_layers):
         names |= {key.format(layer): path.format(layer) for key, path in _layer_names(config, layer, packed).items()}
         if (experts := config.experts_of(layer)) and not packed:

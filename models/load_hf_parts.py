@@ -8,16 +8,17 @@ Rows are cut from every group of a tensor by themselves. Two groups of rows (q k
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 
 from jaxkv.models.config import ModelConfig, Recurrent
+from jaxkv.models.load_hf_names import draft_key
 
 DELTA = "model.layers.{}.linear_attn."
 MIXER = "backbone.layers.{}.mixer."
-GATE_UP = "model.layers.{}.mlp.experts.gate_up_proj"
+PACKED = "mlp.experts.gate_up_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,10 @@ class Part:
 
 def tensor_parts(config: ModelConfig, *, packed: bool = False) -> list[Part]:
     """Every parameter of this config that is a part of a tensor. `packed`: the experts of a layer lie in one."""
-    return [part for layer in range(config.num_layers) for part in _layer_parts(config, layer, packed)]
+    parts = [part for layer in range(config.num_layers) for part in _layer_parts(config, layer, packed)]
+    if config.model_type != "draft_head":
+        return parts
+    return [replace(part, key=draft_key(part.key), path=part.path.replace("layers.0.", "layer.")) for part in parts]
 
 
 def _layer_parts(config: ModelConfig, layer: int, packed: bool) -> Iterator[Part]:
@@ -57,7 +61,7 @@ def _layer_parts(config: ModelConfig, layer: int, packed: bool) -> Iterator[Part
             yield from _cuts(key.format(layer), [name.format(layer) for name in names], sizes, num_groups)
     if packed and (experts := config.experts_of(layer)):
         paths = [f"layers.{layer}.mlp.{name}.weight" for name in ("gate", "up")]
-        yield from _cuts(GATE_UP.format(layer), paths, [experts.ffn_dim] * 2, axis=1)
+        yield from _cuts(f"model.layers.{layer}.{PACKED}", paths, [experts.ffn_dim] * 2, axis=1)
 
 
 def _recurrent_cuts(model_type: str, made: Recurrent) -> Iterator[tuple[str, list[str], list[int], int]]:

@@ -60,7 +60,11 @@ def merged(graph: Any, weights: Any) -> Recurrence:
     return mixer
 
 
-@pytest.fixture(scope="module", params=[(kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16")], ids="-".join)
+QUICK = [("delta", "float32"), ("delta", "bfloat16"), ("mamba", "float32"), ("mamba2", "float32")]
+SLOW = [pytest.param((kind, "bfloat16"), marks=pytest.mark.slow, id=f"{kind}-bfloat16") for kind in ("mamba", "mamba2")]
+
+
+@pytest.fixture(scope="module", params=[*(pytest.param(each, id="-".join(each)) for each in QUICK), *SLOW])
 def runner(request: pytest.FixtureRequest) -> Runner:
     return Runner(*request.param)
 
