@@ -57,22 +57,21 @@ class Sampled(NamedTuple):
 
 
 def neutral_knobs(rows: int, max_len: int, vocab_size: int) -> Knobs:
-    """Greedy rows without any wish, as NumPy arrays: what idle rows carry."""
-    zeros, ones, no = np.zeros(rows, np.float32), np.ones(rows, np.float32), np.zeros(rows, np.int32)
+    """Greedy rows without any wish, as NumPy arrays: what idle rows carry. No two are one array, so that each can be written to."""
     return Knobs(
-        temperature=zeros,
-        top_p=ones,
-        min_p=zeros,
-        presence=zeros,
-        frequency=zeros,
-        repetition=ones,
-        top_k=no,
+        temperature=np.zeros(rows, np.float32),
+        top_p=np.ones(rows, np.float32),
+        min_p=np.zeros(rows, np.float32),
+        presence=np.zeros(rows, np.float32),
+        frequency=np.zeros(rows, np.float32),
+        repetition=np.ones(rows, np.float32),
+        top_k=np.zeros(rows, np.int32),
         seed=np.zeros((rows, 2), np.uint32),
-        choice=no,
-        num_generated=no,
+        choice=np.zeros(rows, np.int32),
+        num_generated=np.zeros(rows, np.int32),
         wants_top=np.zeros(rows, bool),
-        prompt_len=no,
-        history_len=no,
+        prompt_len=np.zeros(rows, np.int32),
+        history_len=np.zeros(rows, np.int32),
         history=np.zeros((rows, max_len), np.int32),
         bias_ids=np.full((rows, NUM_BIAS), vocab_size, np.int32),
         bias=np.zeros((rows, NUM_BIAS), np.float32),

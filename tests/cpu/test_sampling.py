@@ -447,3 +447,9 @@ def test_the_best_token_is_the_first_of_the_largest(vocab: int) -> None:
     scores[4, -1] = 9.0
     found = np.asarray(jax.jit(first_best)(scores))
     assert found.tolist() == scores.argmax(-1).tolist()
+
+
+def test_no_two_knobs_are_one_array() -> None:
+    """What a request asks is written into them in place."""
+    knobs = neutral_knobs(3, HISTORY, V)
+    assert not any(np.shares_memory(one, other) for i, one in enumerate(knobs) for other in knobs[:i])
