@@ -165,8 +165,9 @@ class Engine:
         guides = [self.guides.start(params, banned) for _ in range(params.n)]
         facts: dict[str, Any] = {"page_size": self.parts.layout.page_size, "fingerprint": self.parts.fingerprint}
         keys = page_keys(tokens, params, self._num_submitted, is_cached=is_cached, **facts)
+        place = self._place(params, keys, is_cached, shift)
         for choice, guide in enumerate(guides, first):
-            limit = self._add(tokens, params, keys, is_cached, shift, now)
+            limit = self._add(tokens, params, place, now)
             handle = Handle(self._num_submitted, self, choice=choice, will_truncate_at=self._truncation(len(tokens), params, limit))
             self._num_submitted += 1
             output = Output(self.tokenizer, self.parts.checkpoint.eos_ids, params, limit, guide)
@@ -178,11 +179,13 @@ class Engine:
             self.observers.tell("on_submit", self, self.sequences[handle.seq_id])
         return group
 
-    def _add(
-        self, tokens: np.ndarray, params: SamplingParams, keys: tuple[bytes, ...], is_cached: bool, shift: ContextShift | None, now: float
-    ) -> int | None:
+    def _place(self, params: SamplingParams, keys: tuple[bytes, ...], is_cached: bool, shift: ContextShift | None) -> dict[str, Any]:
+        """What the scheduler must know of a request beside its lengths. Choices that each want the prompt's logprobs begin one by one."""
+        group = self._num_submitted if params.n > 1 and params.prompt_logprobs is None else None
+        return {"priority": params.priority, "page_keys": keys, "keeps_prefix": is_cached, "shift": shift, "group": group}
+
+    def _add(self, tokens: np.ndarray, params: SamplingParams, place: dict[str, Any], now: float) -> int | None:
         """Tell the scheduler of the next sequence; what it refuses it refuses for the first choice, before any is taken."""
-        place: dict[str, Any] = {"priority": params.priority, "page_keys": keys, "keeps_prefix": is_cached, "shift": shift}
         try:
             return self.scheduler.add(self._num_submitted, len(tokens), self._most_new(params), now, **place)
         except DoesNotFit as error:

@@ -1,8 +1,8 @@
 """The compiled programs: what each one computes, its fixed shape, and compiling them all before the first request.
 
-The only place with `jax.jit`. Five programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt), gather
-(sixteen pages out of the pool), scatter (sixteen pages back) and rotate (the keys of sixteen pages move to other positions). Their shapes
-come from the configuration alone, so nothing that happens later can ask for another.
+The only place with `jax.jit`. Six programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt), gather
+(sixteen pages out of the pool), scatter (sixteen pages back), copy (four pages within it) and rotate (the keys of sixteen pages move to
+other positions). Their shapes come from the configuration alone, so nothing that happens later can ask for another.
 """
 
 import time
@@ -23,7 +23,7 @@ from jaxkv.attention import PagedCache, paged_attend, table_width
 from jaxkv.interrupt import check_interrupt
 from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
 from jaxkv.program_store import ProgramStore, examined, open_store
-from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample
+from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample, sample_first
 from jaxkv.scoring import Scores, Targets, no_targets, score
 from jaxkv.shifting import ROTATE_PAGES, key_mover, rotate_step
 
@@ -58,8 +58,9 @@ class PrefillBatch(NamedTuple):
     start: Int[HostOrDevice, ""]
     length: Int[HostOrDevice, ""]
     is_last: Bool[HostOrDevice, ""]
+    num_first: Int[HostOrDevice, ""]  # tokens to draw if it is the last one: of the sequence itself, and of choices that begin with it
     table: Int[HostOrDevice, "1 w"]
-    knobs: Knobs
+    knobs: Knobs  # one entry for each, the sequence's own first
     targets: Targets
 
 
@@ -82,11 +83,12 @@ class Programs:
     prefill: Program
     gather: Program
     scatter: Program
+    copy: Program
     rotate: Program | None = None  # None: this model's contexts cannot shift
 
     def all(self) -> tuple[Program, ...]:
         """In the order in which a request meets them."""
-        return (self.prefill, self.decode, self.gather, self.scatter, *([self.rotate] if self.rotate else []))
+        return (self.prefill, self.decode, self.gather, self.scatter, self.copy, *([self.rotate] if self.rotate else []))
 
 
 def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, PrefillBatch]:
@@ -98,9 +100,9 @@ def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, Pr
 
     b, c = shapes.rows, shapes.chunk
     knobs = neutral_knobs(b, shapes.max_len, shapes.vocab_size)
-    one = neutral_knobs(1, shapes.max_len, shapes.vocab_size)
     decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), ints(b, width), knobs)
-    prefill = PrefillBatch(ints(c), np.int32(0), np.int32(1), np.bool_(True), ints(1, width), one, no_targets(c))  # type: ignore[arg-type]
+    no, one = np.int32(0), np.int32(1)
+    prefill = PrefillBatch(ints(c), no, one, np.bool_(True), one, ints(1, width), knobs, no_targets(c))  # type: ignore[arg-type]
     return decode, prefill
 
 
@@ -135,7 +137,7 @@ def decode_step(rebuild: Rebuild, layout: PoolLayout, mesh: Mesh) -> Callable[..
 
 
 def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Mesh) -> Callable[..., tuple[PoolArrays, Sampled, Scores]]:
-    """One chunk of one prompt; the chunk that ends the prompt also samples the first token, the others skip the head.
+    """One chunk of one prompt; the chunk that ends the prompt also samples first tokens from one row of logits, the others skip the head.
 
     Where the prompt's own logprobs are wanted the head runs over the whole chunk.
     """
@@ -161,7 +163,8 @@ def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Me
         with jax.named_scope("head"):
             logits = lax.cond(batch.is_last, head, lambda _: jnp.zeros((1, vocab_size), jnp.float32), None)
         with jax.named_scope("sample"):
-            sampled = sample(logits, batch.knobs)
+            num_first = jnp.where(batch.is_last, jnp.asarray(batch.num_first), 0)
+            sampled = sample_first(logits, batch.knobs, num_first)
         with jax.named_scope("score"):
             return cache.pool, sampled, score(hidden, jnp.asarray(batch.length), batch.targets, vocab_size, whole)
 
@@ -219,10 +222,10 @@ def pool_shardings(layout: PoolLayout, mesh: Mesh) -> Any:
 
 
 def build_programs(
-    model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh, transfers: dict[str, Recipe], *, exact_float32: bool
+    model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh, moves: dict[str, Recipe], *, exact_float32: bool
 ) -> Programs:
-    """Compile every program, from shapes alone; `transfers` are the recipes of those that move pages."""
-    recipes = step_recipes(model, layout, shapes, mesh) | transfers | shift_recipes(model, layout, mesh)
+    """Compile every program, from shapes alone; `moves` are the recipes of those that move pages."""
+    recipes = step_recipes(model, layout, shapes, mesh) | moves | shift_recipes(model, layout, mesh)
     store = open_store(mesh)
     with jax.default_matmul_precision("highest" if exact_float32 else "default"):
         return Programs(**{name: compile_program(name, recipe, mesh, store) for name, recipe in recipes.items()})

@@ -3,7 +3,7 @@
 A fresh copy each time: XLA:CPU may read an argument's memory while the program runs, so what was handed over is never written again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ class Rows:
         # whose the row's knobs are, and how many tokens said and dropped they describe
         self._seated: list[tuple[int, int, int] | None] = [None] * shapes.rows
         # stand in for the large arrays of those who use none; never written
-        self._unused, self._unused_one = (_on_device(self._neutral(rows), mesh) for rows in (shapes.rows, 1))
+        self._unused = _on_device(self._neutral(shapes.rows), mesh)
         self._no_targets = no_targets(shapes.chunk)
 
     def update(self, updates: tuple[TableUpdate, ...]) -> None:
@@ -58,18 +58,27 @@ class Rows:
         present = {entry.row: live[entry.seq_id] for entry in rows if not entry.is_replay}
         return DecodeBatch(tokens, positions, active, self._table.copy(), self._copy_knobs(sampling, present))
 
-    def prefill_batch(self, chunk: PrefillChunk, sequence: Live) -> PrefillBatch:
+    def prefill_batch(self, chunk: PrefillChunk, live: Mapping[int, Live]) -> PrefillBatch:
         """The arrays of one prompt chunk, padded to the chunk width."""
+        sequence = live[chunk.seq_id]
         tokens = np.zeros(self._shapes.chunk, np.int32)
         tokens[: chunk.length] = sequence.prompt[chunk.start : chunk.start + chunk.length]
-        knobs = self._unused_one
         samples = chunk.is_last and not chunk.is_replay
-        if samples:
-            knobs = self._neutral(1)
-            _describe(knobs, 0, sequence)
-            _describe_mask(knobs, 0, sequence)
+        first = [sequence, *(live[fork.seq_id] for fork in chunk.forks)] if samples else []
+        start, length, num_first = (np.int32(x) for x in (chunk.start, chunk.length, len(first)))
         table, targets = self._table[chunk.row : chunk.row + 1].copy(), self._targets(chunk, sequence)
-        return PrefillBatch(tokens, np.int32(chunk.start), np.int32(chunk.length), np.bool_(samples), table, knobs, targets)  # type: ignore[arg-type]
+        return PrefillBatch(tokens, start, length, np.bool_(samples), num_first, table, self._first_knobs(first), targets)  # type: ignore[arg-type]
+
+    def _first_knobs(self, first: list[Live]) -> Knobs:
+        """What the sampler must know of those that draw their first token, in their order."""
+        if not first:
+            return self._unused
+        knobs = self._neutral(self._shapes.rows)
+        for index, sequence in enumerate(first):
+            _describe(knobs, index, sequence)
+            _describe_mask(knobs, index, sequence)
+        needed = _needed(first)
+        return knobs._replace(**{name: getattr(self._unused, name) for name in _LARGE if not needed[name]})
 
     def _targets(self, chunk: PrefillChunk, sequence: Live) -> Targets:
         """What follows each token of the chunk, where its logprob is wanted and not there yet."""
@@ -97,15 +106,9 @@ class Rows:
             knobs.history_len[row] = length
 
     def _copy_knobs(self, sampling: np.ndarray, seated: dict[int, Live]) -> Knobs:
-        present = seated.values()
         knobs = self._knobs._asdict()
         unused = self._unused._asdict()
-        needed = {
-            "history": any(s.wants_history for s in present),
-            "bias_ids": any(s.params.logit_bias or s.num_generated < s.params.min_tokens for s in present),
-        }
-        needed["bias"] = needed["bias_ids"]
-        needed["mask"] = any(s.output.guide is not None for s in present)
+        needed = _needed(seated.values())
         fresh = {name: (unused[name] if name in _LARGE and not needed[name] else knobs[name].copy()) for name in Knobs._fields}
         fresh["temperature"] = np.where(
             sampling, knobs["temperature"], np.float32(0)
@@ -118,6 +121,13 @@ class Rows:
         for row, sequence in seated.items():
             _describe_mask(copied, row, sequence)
         return copied
+
+
+def _needed(present: Collection[Live]) -> dict[str, bool]:
+    """Which of the large arrays some of them use."""
+    has_bias = any(s.params.logit_bias or s.num_generated < s.params.min_tokens for s in present)
+    has_history, has_mask = any(s.wants_history for s in present), any(s.output.guide is not None for s in present)
+    return {"history": has_history, "bias_ids": has_bias, "bias": has_bias, "mask": has_mask}
 
 
 def _on_device(knobs: Knobs, mesh: Mesh) -> Knobs:

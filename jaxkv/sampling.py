@@ -104,6 +104,20 @@ def sample(logits: Float[Array, "b v"], knobs: Knobs) -> Sampled:
     return Sampled(token, logprob, top_ids, top_logprobs)
 
 
+def sample_first(logits: Float[Array, "1 v"], knobs: Knobs, num: Int[Array, ""]) -> Sampled:
+    """Draw from one row of logits for each of the first `num` rows of knobs, in turn: no draw depends on how many there are. The rows
+    behind them are zeros."""
+    b, k = knobs.temperature.shape[0], min(MAX_TOP_LOGPROBS, logits.shape[1])
+    blank = Sampled(jnp.zeros(b, jnp.int32), jnp.zeros(b, jnp.float32), jnp.zeros((b, k), jnp.int32), jnp.zeros((b, k), jnp.float32))
+
+    def turn(i: Array, found: Sampled) -> Sampled:
+        one = Knobs(*(lax.dynamic_slice_in_dim(jnp.asarray(knob), i, 1, axis=0) for knob in knobs))
+        here = sample(logits, one)
+        return Sampled(*(lax.dynamic_update_slice_in_dim(all_, new, i, axis=0) for all_, new in zip(found, here, strict=True)))
+
+    return lax.fori_loop(0, num, turn, blank)
+
+
 def _any_penalty(knobs: Knobs) -> Array:
     return ((knobs.presence != 0) | (knobs.frequency != 0) | (knobs.repetition != 1)).any()
 

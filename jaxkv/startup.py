@@ -16,6 +16,7 @@ from jaxkv.config import Config, available_memory_bytes, resolve_host_budget, sc
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.fingerprint import early_facts, fingerprint, fingerprint_facts
+from jaxkv.forking import COPY_PAGES, copy_recipes
 from jaxkv.interrupt import check_interrupt
 from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint
 from jaxkv.page_programs import mode_recipes
@@ -62,8 +63,8 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     layout = size_pool(config, plan.layout, shapes, mesh)
     check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
     mode = choose_mode(config.transfer.mode, mesh.devices.flat[0].platform, host)
-    transfers = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
-    programs = build_programs(checkpoint.model, layout, shapes, mesh, transfers, exact_float32=dtype == "float32")
+    moves = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding) | copy_recipes(layout, mesh)
+    programs = build_programs(checkpoint.model, layout, shapes, mesh, moves, exact_float32=dtype == "float32")
     stage("compile")
     pool = PoolHolder(allocate(layout, mesh), programs.gather.run, programs.scatter.run)
     transfer = Transfer(pool, layout, host, transfer_settings(config, layout, host, mode))
@@ -271,6 +272,8 @@ def warm_up(weights: Weights, pool: PoolHolder, transfer: Transfer, programs: Pr
     pool.arrays, sampled, _ = programs.prefill.run(weights, pool.arrays, prefill)
     pool.arrays, sampled = programs.decode.run(weights, pool.arrays, decode)
     np.asarray(sampled.token)
+    nowhere = np.full(COPY_PAGES, layout.num_pages + 1, np.int32)
+    pool.arrays = programs.copy.run(pool.arrays, nowhere, nowhere)
     if programs.rotate is not None:
         beyond = np.full(ROTATE_PAGES, layout.num_pages + 1, np.int32)
         pool.arrays = programs.rotate.run(pool.arrays, beyond, beyond, np.int32(0))

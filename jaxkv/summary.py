@@ -75,6 +75,7 @@ def pressure_numbers(engine: "Engine") -> dict[str, Any]:
         "num_kept_hits": counters.num_kept_hits,
         "kept_bytes_saved": counters.kept_bytes_saved,
         "cached_tokens": counters.cached_tokens,
+        "num_forks": counters.num_forks,
         "num_shifts": counters.num_shifts,
         "host_bytes_peak": counters.host_bytes_peak,
         "host_bytes_end": counters.host_bytes,

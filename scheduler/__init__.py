@@ -1,13 +1,25 @@
 """Who runs, who parks, who returns: integers in, a frozen `Plan` out. Standard library only.
 
 Start reading at `scheduler.py` (the calls), then `sequence.py` (the lifecycle); `plan.py` is the seam to whoever runs the plans. The phases
-of a plan are `shift.py`, `forced.py`, `room.py`, `copies.py`, `returns.py` and `build.py`, in this order; `commit.py` is the way back,
-`replay.py` what happens without an image, `recover.py` what happens after a step that broke off.
+of a plan are `shift.py`, `forced.py`, `room.py`, `copies.py`, `returns.py` and `build.py` with `fork.py`, in this order; `commit.py` is the
+way back, `replay.py` what happens without an image, `recover.py` what happens after a step that broke off.
 """
 
 from jaxkv.scheduler.books import Counters
 from jaxkv.scheduler.need import DoesNotFit, need, pages_for
-from jaxkv.scheduler.plan import Chunk, ContextShift, DecodeRow, Note, Outcome, Plan, PrefillChunk, SchedulerConfig, Shift, TableUpdate
+from jaxkv.scheduler.plan import (
+    Chunk,
+    ContextShift,
+    DecodeRow,
+    Fork,
+    Note,
+    Outcome,
+    Plan,
+    PrefillChunk,
+    SchedulerConfig,
+    Shift,
+    TableUpdate,
+)
 from jaxkv.scheduler.policies import VICTIMS, Candidate
 from jaxkv.scheduler.scheduler import Scheduler
 from jaxkv.scheduler.sequence import State
@@ -23,6 +35,7 @@ __all__ = [
     "Counters",
     "DecodeRow",
     "DoesNotFit",
+    "Fork",
     "Note",
     "Outcome",
     "Plan",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from jaxkv.scheduler.images import HostLedger, ImageChunk
 from jaxkv.scheduler.ledger import PageLedger
 from jaxkv.scheduler.lines import Line
-from jaxkv.scheduler.plan import Chunk, DecodeRow, Note, Plan, PrefillChunk, SchedulerConfig, Shift, TableUpdate
+from jaxkv.scheduler.plan import Chunk, DecodeRow, Fork, Note, Plan, PrefillChunk, SchedulerConfig, Shift, TableUpdate
 from jaxkv.scheduler.sequence import Sequence
 
 
@@ -53,6 +53,7 @@ class Counters:
     num_ended_parked: int = 0  # ended between a park and the end of the return
     num_kept_hits: int = 0  # chunks that a park found in host memory and did not copy
     kept_bytes_saved: int = 0  # theirs, padding included
+    num_forks: int = 0  # choices that drew their first token from the chunk of another
     cached_tokens: int = 0  # prompt tokens found in the pool instead of computed
     host_bytes: int = 0
     host_bytes_peak: int = 0
@@ -109,6 +110,7 @@ class Books:
         self.to_park: deque[Sequence] = deque()  # those with park chunks to dispatch
         self.to_restore: deque[Sequence] = deque()
         self.flights: dict[tuple[int, int, int], Flight] = {}  # by sequence, epoch and index
+        self.forks: dict[int, Fork] = {}  # of the plan that is being carried out, by sequence
 
     @property
     def leader(self) -> Sequence | None:

@@ -1,6 +1,7 @@
 """The batch of one step: who decodes, whose chunk is prefilled, which pages their rows gain."""
 
 from jaxkv.scheduler.books import Books, Turn
+from jaxkv.scheduler.fork import plan_forks
 from jaxkv.scheduler.need import chunk_len, has_next_cell, missing_pages
 from jaxkv.scheduler.plan import DecodeRow, PrefillChunk, TableUpdate
 from jaxkv.scheduler.sequence import Sequence, State
@@ -41,7 +42,9 @@ def fill_prefill(books: Books, turn: Turn, leader: Sequence) -> None:
             assert seq.row is not None
             length = chunk_len(books.config, seq)
             end = seq.num_cells + length
-            turn.prefill = PrefillChunk(seq.seq_id, seq.row, seq.num_cells, length, end == seq.prompt_len, end <= seq.replay_to)
+            is_last, is_replay = end == seq.prompt_len, end <= seq.replay_to
+            forks = plan_forks(books, turn, seq) if is_last and not is_replay else ()
+            turn.prefill = PrefillChunk(seq.seq_id, seq.row, seq.num_cells, length, is_last, is_replay, forks)
             return
 
 

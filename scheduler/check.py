@@ -17,6 +17,7 @@ def check_books(books: Books) -> None:
     check_host(books, live)
     check_parks(books, live)
     check_keys(books, live)
+    check_forks(books)
     for seq in live:
         check_sequence(books, seq)
 
@@ -53,7 +54,17 @@ def check_keys(books: Books, live: list[Sequence]) -> None:
             key = books.pages.key(page)
             assert key is None or key == seq.page_keys[index], f"sequence {seq.seq_id} has {key} as page {index}"
             is_whole = (index + 1) * books.config.page_size <= seq.num_cells
-            assert is_whole or (key is None and len(books.pages.holders(page)) == 1), f"page {page} is shared and still written to"
+            others = [holder for holder in books.pages.holders(page) if holder != seq.seq_id and holder not in books.forks]
+            assert is_whole or (key is None and not others), f"page {page} is shared and still written to"
+
+
+def check_forks(books: Books) -> None:
+    """Who begins from another's chunk has its pages and one for the copy, and does not run before the plan is carried out."""
+    for fork in books.forks.values():
+        seq = books.sequences[fork.seq_id]
+        assert (seq.state, seq.row) == (State.PREFILLING, fork.row) and seq.num_computed == seq.num_cached, f"{fork} of one {seq.state}"
+        assert (seq.pages[-1], len(seq.pages)) == (fork.page, pages_for(seq.prompt_len, books.config.page_size)), f"{fork} into {seq.pages}"
+        assert books.pages.holders(fork.page) == (fork.seq_id,) and books.pages.key(fork.page) is None, f"{fork} writes into a shared page"
 
 
 def check_host(books: Books, live: list[Sequence]) -> None:

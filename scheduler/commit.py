@@ -2,7 +2,8 @@
 
 from jaxkv.scheduler.books import Books
 from jaxkv.scheduler.copies import end, land
-from jaxkv.scheduler.plan import Outcome, PrefillChunk
+from jaxkv.scheduler.fork import begin_decoding
+from jaxkv.scheduler.plan import Fork, Outcome, PrefillChunk
 from jaxkv.scheduler.prefix import register_prefix
 from jaxkv.scheduler.replay import advance
 from jaxkv.scheduler.sequence import Sequence, State
@@ -13,6 +14,8 @@ def enter_outcome(books: Books, outcome: Outcome) -> None:
     for chunk in (*outcome.parked, *outcome.restored):
         land(books, chunk)
     if outcome.prefilled is not None:
+        for fork in outcome.prefilled.forks:
+            forked(books, fork, outcome.finished.get(fork.seq_id, "length"))
         prefilled(books, outcome.prefilled, outcome.finished.get(outcome.prefilled.seq_id, "length"))
     for seq_id in outcome.decoded:
         decoded(books, seq_id, outcome.finished.get(seq_id, "length"))
@@ -37,6 +40,12 @@ def prefilled(books: Books, chunk: PrefillChunk, reason: str) -> None:
     if chunk.is_last:
         seq.state = State.DECODING
         count_token(books, seq.seq_id, reason)
+
+
+def forked(books: Books, fork: Fork, reason: str) -> None:
+    """One that begins from another's chunk has its first token."""
+    if begin_decoding(books, fork) is not None:
+        count_token(books, fork.seq_id, reason)
 
 
 def decoded(books: Books, seq_id: int, reason: str) -> None:

@@ -202,6 +202,7 @@ def end(books: Books, seq: Sequence, state: State, reason: str) -> None:
 
 def give_back(books: Books, seq: Sequence) -> None:
     """Take its row, its pages and its image; what a copy in flight may touch comes back when that lands, under an epoch that is past."""
+    books.forks.pop(seq.seq_id, None)
     books.leave_row(seq)
     _give_back_pages(books, seq)
     books.host.release(seq.seq_id, seq.image)

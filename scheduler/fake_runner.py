@@ -12,8 +12,21 @@ another program, or a host byte over the budget is an AssertionError here. `Fake
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from jaxkv.scheduler.plan import Chunk, ContextShift, DecodeRow, Note, Outcome, Plan, PrefillChunk, SchedulerConfig, Shift, TableUpdate
+from jaxkv.scheduler.plan import (
+    Chunk,
+    ContextShift,
+    DecodeRow,
+    Fork,
+    Note,
+    Outcome,
+    Plan,
+    PrefillChunk,
+    SchedulerConfig,
+    Shift,
+    TableUpdate,
+)
 from jaxkv.scheduler.scheduler import Scheduler
 from jaxkv.scheduler.sequence import OVER, State
 
@@ -173,6 +186,20 @@ class FakeRunner:
         for position in range(chunk.start, end):
             self._write(chunk.seq_id, chunk.row, position, "prefill")
         self._read(chunk.seq_id, chunk.row, end)
+        for fork in chunk.forks:
+            self._fork(chunk, fork)
+
+    def _fork(self, chunk: PrefillChunk, fork: Fork) -> None:
+        """What it reads from now on is what the other has computed."""
+        assert chunk.is_last and not chunk.is_replay and not self.written[fork.seq_id], f"{fork} begins in the midst of something"
+        assert not self._is_touched(fork.page), f"{fork} writes a page that a copy in flight may touch"
+        self.pool[fork.page] = list(self.pool[fork.source])
+        end = chunk.start + chunk.length
+        self.written[fork.seq_id] = list(self.written[chunk.seq_id])
+        self.num_written[fork.seq_id] = end
+        known = self.programs[fork.seq_id]
+        known += [("prefill", position) for position in range(len(known), end)]
+        self._read(fork.seq_id, fork.row, end)
 
     def _decode(self, row: DecodeRow) -> None:
         token, num_known = self.num_written[row.seq_id], len(self.programs[row.seq_id])
@@ -257,13 +284,13 @@ class FakeLoop:
         *,
         priority: int = 0,
         page_keys: tuple[Hashable, ...] = (),
+        group: int | None = None,
         keeps_prefix: bool = True,
         shift: ContextShift | None = None,
     ) -> int | None:
         """Add a sequence; it stops by itself after `stops_after` tokens, if its limit lets it."""
-        limit = self.scheduler.add(
-            seq_id, prompt_len, max_new, self.now, priority=priority, page_keys=page_keys, keeps_prefix=keeps_prefix, shift=shift
-        )
+        place: dict[str, Any] = {"priority": priority, "page_keys": page_keys, "group": group, "keeps_prefix": keeps_prefix, "shift": shift}
+        limit = self.scheduler.add(seq_id, prompt_len, max_new, self.now, **place)
         self.runner.start(seq_id, page_keys)
         self.tokens[seq_id] = 0
         self.limits[seq_id] = limit
@@ -333,7 +360,7 @@ class FakeLoop:
     def _with_ends(self, plan: Plan, outcome: Outcome) -> Outcome:
         new = [row.seq_id for row in plan.decode if not row.is_replay]
         if plan.prefill and plan.prefill.is_last and not plan.prefill.is_replay:
-            new.append(plan.prefill.seq_id)
+            new += [plan.prefill.seq_id, *(fork.seq_id for fork in plan.prefill.forks)]
         finished: dict[int, str] = {}
         for seq_id in new:
             self.tokens[seq_id] += 1

@@ -65,6 +65,12 @@ class PageLedger:
             self._cached.pop(page, None)
             self._change(page, seq_id, False)
 
+    def hold_beside(self, seq_id: int, pages: Iterable[int]) -> None:
+        """Hold pages beside the one who fills them; they need not be found yet."""
+        for page in pages:
+            assert seq_id not in self._holders.get(page, {seq_id}), f"page {page} cannot be held beside {self._named(page)} by {seq_id}"
+            self._change(page, seq_id, False)
+
     def leave(self, seq_id: int, pages: Iterable[int]) -> None:
         """Say that a holder is on its way out: it gives back when nothing touches its pages any more."""
         for page in pages:

@@ -83,10 +83,20 @@ class Shift:
     pages: tuple[int, ...]
 
 
+class Fork(NamedTuple):
+    """A sequence that begins to decode when the chunk of another ends the prompt of both. `source`, the page of the last prompt token, is
+    copied into `page` behind the chunk; the pages before it are those of the other."""
+
+    seq_id: int
+    row: int
+    source: int
+    page: int
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Prompt tokens start .. start + length - 1 of a sequence; the first chunk starts where any page does. `is_last`: it ends the prompt,
-    and its program samples the first token. `is_replay`: all of it was computed before, and nothing is sampled."""
+    and its program samples the first token, of `forks` too. `is_replay`: all of it was computed before, and nothing is sampled."""
 
     seq_id: int
     row: int
@@ -94,6 +104,7 @@ class PrefillChunk:
     length: int
     is_last: bool
     is_replay: bool = False
+    forks: tuple[Fork, ...] = ()
 
 
 class DecodeRow(NamedTuple):
@@ -142,7 +153,7 @@ class Plan:
 class Outcome:
     """What happened. A sequence in `finished` may also be the one that was prefilled or decoded."""
 
-    prefilled: PrefillChunk | None = None
+    prefilled: PrefillChunk | None = None  # with its forks, those excepted that have left since the plan
     decoded: tuple[int, ...] = ()  # ids of sequences whose row ran: a token more, or a cell computed again
     finished: Mapping[int, str] = field(default_factory=dict)  # id -> finish reason
     parked: tuple[Chunk, ...] = ()  # chunks whose copy to the host is done

@@ -62,10 +62,14 @@ def share_prefix(books: Books, seq: Sequence) -> int | None:
     books.pages.give_back(seq.seq_id, blank)
     books.pages.share(seq.seq_id, found)
     seq.pages[first : first + len(blank)] = found
-    num_tokens = len(found) * books.config.page_size
+    count_found(books, seq, len(found) * books.config.page_size)
+    return first
+
+
+def count_found(books: Books, seq: Sequence, num_tokens: int) -> None:
+    """It has so many more of its cells without computing them."""
     seq.num_cells = seq.num_cached = seq.forced_at = seq.num_cells + num_tokens  # a forced park comes due by what it computes itself
     books.counters.cached_tokens += 0 if seq.replay_to else num_tokens
-    return first
 
 
 def register_prefix(books: Books, seq: Sequence, num_before: int) -> None:

@@ -28,6 +28,7 @@ def recover(books: Books, flying: Iterable[Chunk], generated: Mapping[int, int],
             drop_everything(books, seq, now)
         seq.row, seq.pages, seq.kept = None, [], {}
         seq.copies_due.clear()
+    books.forks.clear()
     restart_flights(books, flights)
     restart_images(books, live, flights)
     restart_lines(books, live)

@@ -44,6 +44,7 @@ class Scheduler:
         *,
         priority: int = 0,
         page_keys: tuple[Hashable, ...] = (),
+        group: int | None = None,
         keeps_prefix: bool = True,
         shift: ContextShift | None = None,
     ) -> int | None:
@@ -51,8 +52,10 @@ class Scheduler:
 
         That is `max_new`, or less where the pool or the model's length ends it sooner, which no context ever does that shifts. One of a
         lower `priority` goes first. `page_keys` name the content of its full prompt pages before the last prompt token, `keeps_prefix` says
-        whether they stay to be found when nobody holds them. Raises DoesNotFit if the prompt alone can never fit, BadShift for a shift that
-        cannot work, ValueError for a length below 1, a priority that is no integer, too many keys or an id in use.
+        whether they stay to be found when nobody holds them. Those of one `group` have one prompt, and may begin together.
+
+        Raises DoesNotFit if the prompt alone can never fit, BadShift for a shift that cannot work, ValueError for a length below 1, a
+        priority that is no integer, too many keys or an id in use.
         """
         books = self._books
         if seq_id in books.sequences:
@@ -71,6 +74,7 @@ class Scheduler:
             added_at=now,
             priority=priority,
             page_keys=page_keys,
+            group=group,
             keeps_prefix=keeps_prefix,
             shift=shift,
         )
@@ -162,6 +166,7 @@ class Scheduler:
         books = self._books
         turn = Turn(books.num_steps, now, min(free_chunks, self.config.chunks_per_step))
         books.num_steps += 1
+        books.forks.clear()
         shift_contexts(books, turn)
         share_first(books, turn)
         park_forced(books, turn)

@@ -12,7 +12,8 @@
     ------------------------------------  -----------------------  ------------------------------------------------------------------
     (new)      -> WAITING                 Scheduler.add            holds nothing
     WAITING    -> PREFILLING              returns.enter            owns a row and the pages of its first chunk
-    PREFILLING -> DECODING                commit.prefilled         every prompt cell is in its pages, one token is made
+    PREFILLING -> DECODING                commit.prefilled, or     every prompt cell is in its pages, one token is made
+                                          fork.begin_decoding
     PREFILLING, DECODING -> PARKING       copies.start_park        no row; host bytes for the whole image; its pages are leaving
     PARKING    -> PARKED                  copies.land              host bytes, no pages, no row (at once when it had computed nothing)
     PARKED     -> RESTORING               returns.enter            owns a row and all its pages, its next step's too; not scheduled
@@ -69,6 +70,7 @@ class Sequence:
     added_at: float
     priority: int = 0  # lower goes first
     page_keys: tuple[Hashable, ...] = ()  # one per full prompt page before the last prompt token; equal keys, equal content
+    group: int | None = None  # those of one group have the same prompt
     keeps_prefix: bool = True  # its prompt pages stay in the pool, while there is room, when nobody holds them any more
     shift: ContextShift | None = None
     state: State = State.WAITING

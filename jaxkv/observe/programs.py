@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxkv.config import Config
 from jaxkv.fetch import cache_folder, resolve_model_path
+from jaxkv.forking import copy_recipes
 from jaxkv.interrupt import check_interrupt
 from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint
 from jaxkv.models.parameters import abstract_model, shardings
@@ -22,6 +23,7 @@ from jaxkv.transfer import HOST_KIND, HostMemory, choose_mode, host_sharding
 
 _NAMES: dict[str, tuple[str, ...]] = {"prefill": ("weights", "pool", "batch"), "decode": ("weights", "pool", "batch")}
 _NAMES |= {"gather": ("pool", "ids", "into"), "scatter": ("pool", "pages", "ids"), "rotate": ("pool", "sources", "targets", "distance")}
+_NAMES["copy"] = ("pool", "sources", "targets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ def list_programs(config: Config) -> ProgramList:
     host = HostMemory(host_sharding(pool_sharding(mesh)), HOST_KIND)
     mode = choose_mode(config.transfer.mode, device.platform, host)
     recipes = step_recipes(model, layout, shapes, mesh) | mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
+    recipes |= copy_recipes(layout, mesh)
     recipes |= shift_recipes(model, layout, mesh)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         found = tuple(measure(name, recipe, mesh) for name, recipe in recipes.items())

@@ -124,7 +124,8 @@ def test_the_choices_of_a_group_are_the_answers_of_as_many_requests(roomy: Engin
     assert list(map(tiny.content, group)) == list(map(tiny.content, alone))
     assert [answer.choice for answer in group] == list(range(num))
     assert len({tuple(answer.token_ids) for answer in group}) == num
-    assert [answer.cached_tokens for answer in group[1:]] == [28] * (num - 1)
+    # The four rows begin and end together, so that a fifth finds what they shared only where it stays without them.
+    assert [answer.cached_tokens for answer in group[1:]] == [28] * min(3, num - 1) + [28 if cached else 0] * (num - 4)
 
 
 def test_choice_0_is_what_a_request_for_one_says(roomy: Engine) -> None:

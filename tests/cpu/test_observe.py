@@ -259,7 +259,7 @@ def test_the_list_of_programs_is_what_the_engine_compiles(config_file, capsys):
     assert main(["programs", str(config_file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["model"], found["dtype"], found["pool_tokens"]) == ("llama", "float32", 64)
-    assert [program["name"] for program in found["programs"]] == ["prefill", "decode", "gather", "scatter", "rotate"]
+    assert [program["name"] for program in found["programs"]] == ["prefill", "decode", "gather", "scatter", "copy", "rotate"]
     with tiny.engine() as made:
         for listed, compiled in zip(found["programs"], made.parts.programs.all(), strict=True):
             assert (listed["name"], listed["temp_bytes"], listed["flops"]) == (compiled.name, compiled.temp_bytes, compiled.flops)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxkv.forking import copy_forks, copy_recipes
 from jaxkv.models import Checkpoint
 from jaxkv.page_programs import checksum, transfer_recipes
 from jaxkv.pool import PoolArrays, PoolLayout, allocate, pool_sharding
@@ -25,6 +26,7 @@ from jaxkv.programs import (
     step_recipes,
     take_apart,
 )
+from jaxkv.scheduler import Fork
 from jaxkv.transfer import host_sharding
 from tests.cpu.checkpoints import LLAMA, load, one_device
 
@@ -45,6 +47,7 @@ def layout(dtype: str, num_pages: int, storage: str | None = None) -> PoolLayout
 def recipes(checkpoint: Checkpoint, shape: PoolLayout) -> dict[str, Recipe]:
     mesh = one_device()
     moves = transfer_recipes(shape, SHAPES.transfer_pages, mesh, None) | shift_recipes(checkpoint.model, shape, mesh)
+    moves |= copy_recipes(shape, mesh)
     return step_recipes(checkpoint.model, shape, SHAPES, mesh) | moves
 
 
@@ -80,17 +83,18 @@ def test_the_pool_is_donated_and_updated_in_place(checkpoint: Checkpoint, compil
         "prefill": lambda pool: (weights, pool, prefill),
         "scatter": lambda pool: (pool, moved, ids),
         "rotate": lambda pool: (pool, sixteen, sixteen, np.int32(-4)),
+        "copy": lambda pool: (pool, ids, ids[::-1].copy()),
     }
     for name, arguments in runs.items():
         before, places = pool, [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)]
         out = compiled[LARGE][name].run(*arguments(pool))
-        pool = out if name == "rotate" else out[0]
+        pool = out if name in ("rotate", "copy") else out[0]
         assert all(x.is_deleted() for x in jax.tree.leaves(before)), name
         assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)] == places, name
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("name", ["decode", "prefill", "gather", "scatter", "rotate"])
+@pytest.mark.parametrize("name", ["decode", "prefill", "gather", "scatter", "rotate", "copy"])
 def test_every_program_lowers_for_an_accelerator_with_its_own_cells(checkpoint: Checkpoint, platform: str, name: str) -> None:
     dtype = dtype_of(checkpoint)
     recipe = recipes(checkpoint, layout(dtype, 64, storage=dtype))[name]
@@ -208,3 +212,19 @@ def test_padding_ids_beyond_the_pool_write_nothing() -> None:
     pages = [(jnp.ones((4, *shape.page_shape)),) * 2 for _ in range(3)]
     pool, _ = scatter(allocate(shape, mesh), pages, np.array([9, 9, 9, 9], np.int32))
     assert not any(np.asarray(x).any() for layer in pool for x in layer)
+
+
+def test_forks_copy_whole_pages_and_touch_no_other(checkpoint: Checkpoint) -> None:
+    """Five copies take two runs of four."""
+    shape = layout(dtype_of(checkpoint), SMALL)
+    mesh = one_device()
+    program = compile_program("copy", copy_recipes(shape, mesh)["copy"], mesh)
+    rng = np.random.default_rng(0)
+    before = [tuple(rng.integers(0, 60_000, (SMALL + 1, *shape.page_shape)).astype(shape.storage) for _ in range(2)) for _ in range(3)]
+    forks = [Fork(seq_id, 0, source, page) for seq_id, (source, page) in enumerate([(3, 5), (3, 1), (3, 16), (7, 2), (3, 9)])]
+    pool = copy_forks(program.run, [(jnp.array(k), jnp.array(v)) for k, v in before], forks, SMALL)
+    expected = np.arange(SMALL + 1)
+    expected[[5, 1, 16, 2, 9]] = [3, 3, 3, 7, 3]
+    for layer, found in zip(before, pool, strict=True):
+        for pages, now in zip(layer, found, strict=True):
+            np.testing.assert_array_equal(np.asarray(now), pages[expected])

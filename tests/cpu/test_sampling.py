@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.masks import allow
-from jaxkv.sampling import Knobs, Sampled, first_best, keep_top_k, keep_top_p, neutral_knobs, sample
+from jaxkv.sampling import Knobs, Sampled, first_best, keep_top_k, keep_top_p, neutral_knobs, sample, sample_first
 
 V = 64
 HISTORY, ROWS = 24, 512
@@ -453,3 +453,18 @@ def test_no_two_knobs_are_one_array() -> None:
     """What a request asks is written into them in place."""
     knobs = neutral_knobs(3, HISTORY, V)
     assert not any(np.shares_memory(one, other) for i, one in enumerate(knobs) for other in knobs[:i])
+
+
+def test_first_draws_are_those_of_each_alone_however_many_there_are() -> None:
+    run_first, one = jax.jit(sample_first), random_logits(1, seed=9)
+    seeds, tops = [[0, n] for n in range(4)], [True, False, False, True]
+    asked = rows(4, temperature=[0.0, 1.5, 0.7, 2.0], seed=seeds, choice=range(4), wants_top=tops)
+    asked = biased(asked._replace(top_k=np.array([0, 9, 0, 5], np.int32)), 3, {int(one.argmax()): -50.0})
+    for num in range(5):
+        found = run_first(one, asked, np.int32(num))
+        for row in range(4):
+            alone = run_first(one, Knobs(*(np.roll(knob, -row, axis=0) for knob in asked)), np.int32(1))
+            for now, then in zip(found, alone, strict=True):
+                expected = np.asarray(then)[0] if row < num else np.zeros_like(np.asarray(then)[0])
+                np.testing.assert_array_equal(np.asarray(now)[row], expected)
+    assert len(set(np.asarray(found.token).tolist())) > 1

@@ -3,9 +3,10 @@ does, it loses what the scheduler says is lost, goes on, and takes no token that
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from jaxkv.scheduler import Chunk, DecodeRow, Outcome, Plan, PrefillChunk, Scheduler, SchedulerConfig, Shift, TableUpdate
+from jaxkv.scheduler import Chunk, DecodeRow, Fork, Outcome, Plan, PrefillChunk, Scheduler, SchedulerConfig, Shift, TableUpdate
 from jaxkv.scheduler.fake_runner import Copy, FakeLoop, FakeRunner
 
 FAULTS = ("failed", "hung", "unsent", "damaged", "broken", "uncommitted")
@@ -122,6 +123,10 @@ class FaultyRunner(FakeRunner):
         self._burn()
         super()._prefill(chunk)
 
+    def _fork(self, chunk: PrefillChunk, fork: Fork) -> None:
+        self._burn()
+        super()._fork(chunk, fork)
+
     def _decode(self, row: DecodeRow) -> None:
         self._burn()
         super()._decode(row)
@@ -212,6 +217,8 @@ class FaultyLoop(FakeLoop):
     def without(plan: Plan, lost: set[int]) -> Plan:
         """The plan as far as its tokens are anybody's."""
         prefill = None if plan.prefill is None or plan.prefill.seq_id in lost else plan.prefill
+        if prefill is not None:
+            prefill = replace(prefill, forks=tuple(fork for fork in prefill.forks if fork.seq_id not in lost))
         return Plan(plan.step, prefill=prefill, decode=tuple(row for row in plan.decode if row.seq_id not in lost))
 
     def _note_ends(self) -> None:

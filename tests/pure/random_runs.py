@@ -93,7 +93,8 @@ class Crowd:
             self.job.add_too_long(prompt_len)
             return
         num = rng.choice([1, 1, 1, 2, 3]) if self.shares else 1
-        more: dict[str, Any] = {"priority": rng.choice(self.priorities), "keeps_prefix": rng.random() < 0.7}
+        group = self.num_added if num > 1 else None
+        more: dict[str, Any] = {"group": group, "priority": rng.choice(self.priorities), "keeps_prefix": rng.random() < 0.7}
         if self.shares and rng.random() < 0.8:
             more["page_keys"] = self.keys(prompt_len)
         for _ in range(num):

@@ -20,7 +20,8 @@ from tests.pure.random_runs import Crowd, random_loop, run_seed
 RARE = ("num_parks_stuck", "num_parks_priority", "num_rotations", "num_last_resorts", "num_ended_parked")
 COUNTED = (
     *RARE, "num_finished", "num_cancelled", "num_failed", "num_parks_forced", "num_parks_pressure", "num_parks_lost", "num_parks_copied",
-    "num_parks_dropped", "num_parks_refused", "num_restores", "num_replayed_tokens", "num_kept_hits", "num_shifts", "cached_tokens",
+    "num_parks_dropped", "num_parks_refused", "num_restores", "num_replayed_tokens", "num_kept_hits", "num_shifts", "num_forks",
+    "cached_tokens",
 )  # fmt: skip
 
 

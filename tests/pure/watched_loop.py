@@ -192,7 +192,7 @@ class WatchedLoop(FaultyLoop):
         """A plan keeps to what may move in a step, and runs each row and each sequence once."""
         assert len(plan.park) + len(plan.restore) <= self.scheduler.config.chunks_per_step
         assert len(plan.park) + len(plan.restore) <= self.runner.free_chunks
-        runs = [*plan.decode, *([plan.prefill] if plan.prefill else [])]
+        runs = [*plan.decode, *([plan.prefill, *plan.prefill.forks] if plan.prefill else [])]
         assert len({run.row for run in runs}) == len({run.seq_id for run in runs}) == len(runs), f"a row runs twice: {plan}"
         assert not self.ends.keys() & {run.seq_id for run in runs}
 

@@ -1,0 +1,63 @@
+"""Choices of one request that begin together: the chunk that ends their prompt is computed once, and each draws its first token from it.
+
+Whoever of a group comes to the end of the prompt takes along those that have a row by then and have computed nothing of their own: they
+hold its full prompt pages beside it, and get a copy of the page of the last prompt token, since each goes on writing there. The others find
+the full pages later and compute the rest of the prompt themselves, to the same bytes.
+
+    page size 4, prompt 10     pages of the first choice   7 8 9 | its last chunk ends in page 9
+                               a fork has pages            7 8 5   9 is copied into 5 as soon as the chunk is computed
+
+The pages are held from the plan on, so that nothing can take them away, also if the first choice ends in this very step. Knows no token.
+"""
+
+from jaxkv.scheduler.books import Books, Turn
+from jaxkv.scheduler.plan import Fork, TableUpdate
+from jaxkv.scheduler.prefix import count_found, register_prefix
+from jaxkv.scheduler.sequence import Sequence, State
+
+
+def plan_forks(books: Books, turn: Turn, first: Sequence) -> tuple[Fork, ...]:
+    """Those that begin from the chunk that ends the prompt of `first`.
+
+    Nobody does where the content of a full page has no name, nor where some of what `first` has may yet turn out to be damaged.
+    """
+    num_full = (first.prompt_len - 1) // books.config.page_size
+    if first.group is None or len(first.page_keys) < num_full or not first.has_progressed:
+        return ()
+    forks = [plan_fork(books, turn, first, seq, num_full) for seq in books.residents if may_fork(first, seq)]
+    return tuple(fork for fork in forks if fork is not None)
+
+
+def may_fork(first: Sequence, seq: Sequence) -> bool:
+    """Whether it is of the same group, and has computed nothing yet."""
+    return seq.group == first.group and seq is not first and seq.state is State.PREFILLING and seq.num_computed == seq.num_cached
+
+
+def plan_fork(books: Books, turn: Turn, first: Sequence, seq: Sequence, num_full: int) -> Fork | None:
+    """Put the full pages in the place of all it has but one, which is for the copy; None where there is no page for that."""
+    assert seq.row is not None and seq.prompt_len == first.prompt_len, f"sequences {first.seq_id} and {seq.seq_id} have one prompt"
+    size = books.config.page_size
+    blank = seq.pages[seq.num_cells // size :]
+    if not blank and not books.pages.num_free:
+        return None
+    page = blank[-1] if blank else books.pages.take(seq.seq_id, 1)[0]
+    books.pages.give_back(seq.seq_id, [other for other in seq.pages if other != page])
+    books.pages.hold_beside(seq.seq_id, first.pages[:num_full])
+    seq.pages = [*first.pages[:num_full], page]
+    count_found(books, seq, num_full * size - seq.num_cells)
+    turn.tables.append(TableUpdate(seq.row, 0, tuple(seq.pages)))
+    fork = books.forks[seq.seq_id] = Fork(seq.seq_id, seq.row, first.pages[num_full], page)
+    return fork
+
+
+def begin_decoding(books: Books, fork: Fork) -> Sequence | None:
+    """The prompt is computed and its last page copied: it goes on as if it had computed its own; None where it has left meanwhile."""
+    if books.forks.pop(fork.seq_id, None) is None:
+        return None
+    seq = books.sequences[fork.seq_id]
+    seq.num_cells = seq.prompt_len
+    register_prefix(books, seq, 0)
+    seq.has_progressed = True
+    seq.state = State.DECODING
+    books.counters.num_forks += 1
+    return seq
