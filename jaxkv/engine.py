@@ -3,6 +3,7 @@
 The scheduler decides, the programs compute, the transfer moves images. All of it runs in the caller's thread.
 """
 
+import dataclasses
 import functools
 import gc
 import time
@@ -182,7 +183,8 @@ class Engine:
     def _place(self, params: SamplingParams, keys: tuple[bytes, ...], is_cached: bool, shift: ContextShift | None) -> dict[str, Any]:
         """What the scheduler must know of a request beside its lengths. Choices that each want the prompt's logprobs begin one by one."""
         group = self._num_submitted if params.n > 1 and params.prompt_logprobs is None else None
-        return {"priority": params.priority, "page_keys": keys, "keeps_prefix": is_cached, "shift": shift, "group": group}
+        place: dict[str, Any] = {"priority": params.priority, "page_keys": keys, "keeps_prefix": is_cached, "shift": shift, "group": group}
+        return {**place, "is_patient": params.patient}
 
     def _add(self, tokens: np.ndarray, params: SamplingParams, place: dict[str, Any], now: float) -> int | None:
         """Tell the scheduler of the next sequence; what it refuses it refuses for the first choice, before any is taken."""
@@ -205,7 +207,7 @@ class Engine:
     ) -> list[Completion]:
         """Answer all prompts (text or token ids), in their order; `params` is one for all or one for each.
 
-        Where they ask for `n` choices, these stand side by side in the place of the one answer.
+        Where they ask for `n` choices, these stand side by side in the place of the one answer. All count as patient.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts: got one text, allowed: a list of prompts; put it in brackets", "prompts")
@@ -214,7 +216,8 @@ class Engine:
             raise RequestError(f"params: got {len(wishes)} for {len(prompts)} prompts; give one, or one for each", "params")
         groups: list[Group] = []
         try:
-            groups.extend(self.submit_group(self._encode(prompt), wish) for prompt, wish in zip(prompts, wishes, strict=True))
+            for prompt, wish in zip(prompts, wishes, strict=True):
+                groups.append(self.submit_group(self._encode(prompt), dataclasses.replace(wish, patient=True)))
             return [completion for group in groups for completion in group.result()]
         except BaseException:  # nobody else holds them: a refused prompt leaves none of the others behind
             for group in groups:

@@ -50,6 +50,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     n: int = 1
     priority: int = 0  # lower is served first, and may have others parked; no answer depends on it
+    patient: bool = False  # nobody waits for the next token, only for the whole: prompts may go first; no answer depends on it
     cache_prompt: bool = True
     cache_salt: str = ""  # requests with different ones share nothing
     context_shift: bool = False

@@ -50,6 +50,7 @@ class Counters:
     num_restores_replayed: int = 0  # of these, by replay
     num_replayed_tokens: int = 0  # computed again
     num_shifts: int = 0  # contexts that were full and dropped tokens, replays not counted
+    num_put_off: int = 0  # decode steps that made way for a prompt chunk
     num_ended_parked: int = 0  # ended between a park and the end of the return
     num_kept_hits: int = 0  # chunks that a park found in host memory and did not copy
     kept_bytes_saved: int = 0  # theirs, padding included
@@ -101,6 +102,7 @@ class Books:
         self.num_steps = 0
         self.num_added = 0
         self.num_live = 0
+        self.num_put_off = 0  # decode steps in a row that made way for a chunk
         self.sequences: dict[int, Sequence] = {}
         self.residents: list[Sequence] = []  # those that own a row, oldest first
         self.free_rows = list(range(config.rows))  # a heap

@@ -4,7 +4,7 @@ from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.fork import plan_forks
 from jaxkv.scheduler.need import chunk_len, has_next_cell, missing_pages
 from jaxkv.scheduler.plan import DecodeRow, PrefillChunk, TableUpdate
-from jaxkv.scheduler.sequence import Sequence, State
+from jaxkv.scheduler.sequence import AWAY, Sequence, State
 
 
 def fill_batch(books: Books, turn: Turn) -> None:
@@ -17,6 +17,7 @@ def fill_batch(books: Books, turn: Turn) -> None:
         if seq is not leader:
             decode_row(books, turn, seq)
     fill_prefill(books, turn, leader)
+    put_off(books, turn)
 
 
 def decode_row(books: Books, turn: Turn, seq: Sequence) -> None:
@@ -46,6 +47,26 @@ def fill_prefill(books: Books, turn: Turn, leader: Sequence) -> None:
             forks = plan_forks(books, turn, seq) if is_last and not is_replay else ()
             turn.prefill = PrefillChunk(seq.seq_id, seq.row, seq.num_cells, length, is_last, is_replay, forks)
             return
+
+
+def put_off(books: Books, turn: Turn) -> None:
+    """Prompts first: beside a chunk the decode step waits, where nobody minds, for at most `prefill_burst` chunks in a row.
+
+    A decode step takes about as long for one row as for all, so it is best taken when the prompts are done and every row is busy. The rows
+    keep the pages that they got for it. prefill_burst 3: chunk, chunk, chunk + decode, chunk, ...
+    """
+    if turn.prefill and turn.decode and books.num_put_off + 1 < books.config.prefill_burst and nobody_minds(books, turn):
+        books.num_put_off += 1
+        books.counters.num_put_off += 1
+        turn.decode.clear()
+    elif turn.decode:
+        books.num_put_off = 0
+
+
+def nobody_minds(books: Books, turn: Turn) -> bool:
+    """Whether all who would decode are patient, and nobody's return or shift waits for pages: tokens are what brings those back."""
+    is_crowded = books.parked.first is not None or any(seq.state in AWAY or seq.shift is not None for seq in books.residents)
+    return not is_crowded and all(books.sequences[row.seq_id].is_patient for row in turn.decode)
 
 
 def grow(books: Books, turn: Turn, seq: Sequence) -> bool:

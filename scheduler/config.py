@@ -12,7 +12,7 @@ OVER_BUDGET = ("replay", "wait")
 
 def validate(config: SchedulerConfig) -> None:
     """ValueError for a size that cannot work or a policy that does not exist."""
-    for name in ("rows", "num_pages", "page_size", "prefill_chunk", "max_len", "chunk_pages", "chunks_per_step"):
+    for name in ("rows", "num_pages", "page_size", "prefill_chunk", "prefill_burst", "max_len", "chunk_pages", "chunks_per_step"):
         _at_least(config, name, 1)
     for name in ("chunk_bytes", "margin_steps", "starve_after", "park_every", "rotate_after_s"):
         _at_least(config, name, 0)

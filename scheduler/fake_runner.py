@@ -286,10 +286,12 @@ class FakeLoop:
         page_keys: tuple[Hashable, ...] = (),
         group: int | None = None,
         keeps_prefix: bool = True,
+        is_patient: bool = False,
         shift: ContextShift | None = None,
     ) -> int | None:
         """Add a sequence; it stops by itself after `stops_after` tokens, if its limit lets it."""
         place: dict[str, Any] = {"priority": priority, "page_keys": page_keys, "group": group, "keeps_prefix": keeps_prefix, "shift": shift}
+        place["is_patient"] = is_patient
         limit = self.scheduler.add(seq_id, prompt_len, max_new, self.now, **place)
         self.runner.start(seq_id, page_keys)
         self.tokens[seq_id] = 0

@@ -20,6 +20,7 @@ class SchedulerConfig:
     page_size: int  # tokens per page
     prefill_chunk: int  # tokens
     max_len: int  # longest sequence in tokens, prompt and answer together
+    prefill_burst: int = 16  # chunks in a row while all who would decode are patient; 1: a token after every chunk
     chunk_pages: int = 16  # pages moved by one transfer chunk
     chunk_bytes: int = 0  # host bytes one chunk occupies, padding included
     chunks_per_step: int = 4  # transfer chunks dispatched in one step, parks and restores together

@@ -46,6 +46,7 @@ class Scheduler:
         page_keys: tuple[Hashable, ...] = (),
         group: int | None = None,
         keeps_prefix: bool = True,
+        is_patient: bool = False,
         shift: ContextShift | None = None,
     ) -> int | None:
         """Put a new sequence into the waiting line and return how many tokens it may generate at most.
@@ -53,6 +54,7 @@ class Scheduler:
         That is `max_new`, or less where the pool or the model's length ends it sooner, which no context ever does that shifts. One of a
         lower `priority` goes first. `page_keys` name the content of its full prompt pages before the last prompt token, `keeps_prefix` says
         whether they stay to be found when nobody holds them. Those of one `group` have one prompt, and may begin together.
+        One that `is_patient` lets prompts go before its next token.
 
         Raises DoesNotFit if the prompt alone can never fit, BadShift for a shift that cannot work, ValueError for a length below 1, a
         priority that is no integer, too many keys or an id in use.
@@ -76,6 +78,7 @@ class Scheduler:
             page_keys=page_keys,
             group=group,
             keeps_prefix=keeps_prefix,
+            is_patient=is_patient,
             shift=shift,
         )
         books.sequences[seq_id] = seq

@@ -71,6 +71,7 @@ class Sequence:
     priority: int = 0  # lower goes first
     page_keys: tuple[Hashable, ...] = ()  # one per full prompt page before the last prompt token; equal keys, equal content
     group: int | None = None  # those of one group have the same prompt
+    is_patient: bool = False  # nobody waits for its next token, only for its end
     keeps_prefix: bool = True  # its prompt pages stay in the pool, while there is room, when nobody holds them any more
     shift: ContextShift | None = None
     state: State = State.WAITING

@@ -1,5 +1,6 @@
 """The loop of a job: a few requests ahead of the engine, one line written for each that ends. Knows nothing of earlier runs."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,8 @@ class Loop:
         """All prompts of a line, or none of them."""
         try:
             for prompt in live.body.prompts:
-                live.handles.extend(self._engine.submit_group(prompt, live.body.params, name=live.request.custom_id).choices)
+                params = dataclasses.replace(live.body.params, patient=True)
+                live.handles.extend(self._engine.submit_group(prompt, params, name=live.request.custom_id).choices)
         except RequestError:
             live.cancel()
             raise

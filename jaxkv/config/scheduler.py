@@ -13,6 +13,7 @@ def scheduler_config(config: Config, *, num_pages: int, max_len: int, chunk_byte
         page_size=config.pool.page_size,
         prefix_cache=config.pool.prefix_cache,
         prefill_chunk=s.prefill_chunk,
+        prefill_burst=s.prefill_burst,
         max_len=max_len,
         chunk_pages=config.transfer.chunk_pages,
         chunk_bytes=chunk_bytes,

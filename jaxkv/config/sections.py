@@ -71,6 +71,11 @@ class SchedulerSection(Section):
 
     rows: int = Field(default=8, ge=1, description="sequences decoded together")
     prefill_chunk: int = Field(default=64, ge=1, description="prompt tokens computed in one step")
+    prefill_burst: int = Field(
+        default=16,
+        ge=1,
+        description="prompt chunks in a row where nobody waits for single tokens, as in batch jobs; 1 is a token after each",
+    )
     victim: VictimName = Field(default="smallest", description="which resident of the least urgent priority is parked when room is needed")
     resume: ReturnName = Field(
         default="head",

@@ -70,6 +70,7 @@ class WorkloadSection(Section):
         default=None, min_length=1, description="the prompt of a row, with {column} for its values; null is the column prompt"
     )
     chat: bool = Field(default=False, description="whether a prompt from a file is the message of a chat")
+    patient: bool = Field(default=False, description="nobody waits for single tokens, as in a batch job: see scheduler.prefill_burst")
     trace: str | None = Field(default=None, min_length=1, description="a file that `jaxkv batch --record-trace` wrote")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="what all draws come from")
 

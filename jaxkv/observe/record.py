@@ -54,5 +54,6 @@ class TraceRecorder:
             return
         prompt_len = len(sequence.prompt)
         asked = sequence.params.max_tokens or engine.max_len - prompt_len + 1
-        request = Request(sequence.submitted_s - self._first_s, prompt_len, sequence.num_generated, asked, sequence.params.priority)
+        p, arrival_s = sequence.params, sequence.submitted_s - self._first_s
+        request = Request(arrival_s, prompt_len, sequence.num_generated, asked, p.priority, patient=p.patient)
         self._file.write(request.to_line())

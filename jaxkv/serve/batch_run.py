@@ -187,9 +187,10 @@ class BatchRun:
     def _read_body(self, request: Request, reader: BodyReader) -> ParsedBody:
         check_model(request.body, self._model)
         body = reader.read(request.endpoint, request.body, derive_seed(self._config.run.seed, request.custom_id))
+        params = dataclasses.replace(body.params, patient=True)
         if request.body.get("priority") is None and request.body.get("service_tier") is None:
-            body = dataclasses.replace(body, params=dataclasses.replace(body.params, priority=FLEX))
-        return body
+            params = dataclasses.replace(params, priority=FLEX)
+        return dataclasses.replace(body, params=params)
 
     async def _enter(self, num: int) -> None:
         """Wait until so many sequences more are few enough; one that is larger than the window goes alone."""

@@ -89,7 +89,7 @@ class Simulation:
             seq_id, request = self._next, requests[self._next]
             self._next += 1
             place: dict[str, Any] = {"priority": request.priority, "page_keys": self._page_keys(seq_id)}
-            place["keeps_prefix"] = self.scheduler.config.prefix_cache
+            place |= {"keeps_prefix": self.scheduler.config.prefix_cache, "is_patient": request.patient}
             try:
                 limit = self.scheduler.add(seq_id, request.prompt_len, request.max_tokens, request.arrival_s, **place)
             except DoesNotFit:

@@ -51,6 +51,7 @@ def draw(workload: WorkloadSection, seed: int) -> tuple[Request, ...]:
                 priority=priorities[i],
                 n=choices[i],
                 cancel_after=leaving[i],
+                patient=workload.patient or (lengths == "trace" and measured[i].patient),
                 shared_len=0 if text is not None else min(prompt_len, workload.shared_prefix_len),
                 text=text,
             )

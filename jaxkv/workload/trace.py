@@ -1,10 +1,10 @@
 """One request of a load, and a measured load as a file: one request a line, when it came, how long it was, how urgent. Never what was said.
 
-    {"arrival_s": 0.0, "prompt_tokens": 120, "generated_tokens": 512, "max_tokens": 512, "priority": 0}
+    {"arrival_s": 0.0, "prompt_tokens": 120, "generated_tokens": 512, "max_tokens": 512, "priority": 0, "patient": true}
 
-`arrival_s` counts from the first request. `max_tokens` (what was asked for at most), `priority`, `n` (choices) and `cancel_after` (tokens
-after which its caller left) may be missing: then it asked for what it got, with priority 0, for one choice, and stayed. Other fields are
-left alone.
+`arrival_s` counts from the first request. `max_tokens` (what was asked for at most), `priority`, `n` (choices), `cancel_after` (tokens
+after which its caller left) and `patient` (nobody waited for single tokens) may be missing: then it asked for what it got, with priority 0,
+for one choice, stayed, and somebody waited. Other fields are left alone.
 """
 
 import json
@@ -28,6 +28,7 @@ class Request:
     n: int = 1  # choices, of the same length each
     cancel_after: int | None = None  # tokens of each choice after which its caller leaves; None stays to the end
     shared_len: int = 0  # tokens of its prompt with which all generated prompts of the load begin
+    patient: bool = False  # nobody waits for its next token, only for its end
     text: str | None = None  # the prompt, where it is not generated; `prompt_len` is then an estimate
 
     @property
@@ -50,6 +51,7 @@ class Request:
             "priority": self.priority,
             **({"n": self.n} if self.n > 1 else {}),
             **({} if self.cancel_after is None else {"cancel_after": self.cancel_after}),
+            **({"patient": True} if self.patient else {}),
         }
         return json.dumps(fields) + "\n"
 
@@ -79,7 +81,10 @@ def _read_line(line: str, where: str) -> Request:
     priority = _number({"priority": 0, **fields}, "priority", where, None, int)
     n = _number({"n": 1, **fields}, "n", where, 1, int)
     leaves = _number(fields, "cancel_after", where, 1, int) if fields.get("cancel_after") is not None else None
-    return Request(float(arrival_s), prompt_len, answer_len, max(max_tokens, answer_len), priority, n, leaves)
+    patient = fields.get("patient", False)
+    if not isinstance(patient, bool):
+        raise ConfigError(f"{where}: patient: got {json.dumps(patient)}, allowed: true or false")
+    return Request(float(arrival_s), prompt_len, answer_len, max(max_tokens, answer_len), priority, n, leaves, patient=patient)
 
 
 def _number(fields: dict[str, Any], name: str, where: str, least: int | None, kind: Any) -> Any:

@@ -298,13 +298,13 @@ def test_a_recorded_load_says_when_and_how_long_and_nothing_that_was_said(plain,
         made.observers.add(recorder)
         assert crowd(made) == plain
         made.submit(tiny.prompt(5), GREEDY).cancel()
-        made.submit(tiny.prompt(5), SamplingParams(temperature=0, ignore_eos=True, priority=-2)).result()
+        made.submit(tiny.prompt(5), SamplingParams(temperature=0, ignore_eos=True, priority=-2, patient=True)).result()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 7  # the cancelled one has no length of its own
-    assert all(set(line) == {"arrival_s", "prompt_tokens", "generated_tokens", "max_tokens", "priority"} for line in lines)
+    assert all(set(line) == {"arrival_s", "prompt_tokens", "generated_tokens", "max_tokens", "priority"} for line in lines[:6])
     requests = read_trace(path)
     assert [(r.prompt_len, r.answer_len, r.max_tokens) for r in requests] == [*[(12, 20, 20)] * 6, (5, 60, 124)]
-    assert [r.priority for r in requests] == [0, 0, 0, 0, 0, 0, -2]
+    assert [(r.priority, r.patient) for r in requests] == [(0, False)] * 6 + [(-2, True)]
     assert requests[0].arrival_s == 0 and requests[6].arrival_s > requests[5].arrival_s > 0
 
 

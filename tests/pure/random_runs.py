@@ -2,6 +2,7 @@
 break off; what is promised is checked after every event, and at the end everybody has its tokens and nothing is left.
 """
 
+import dataclasses
 import random
 from typing import Any
 
@@ -47,7 +48,8 @@ def random_config(rng: random.Random) -> SchedulerConfig:
 
 def random_loop(rng: random.Random) -> WatchedLoop:
     """A loop whose copies land early, late or out of order."""
-    config = random_config(rng)
+    burst = random.Random(f"burst {rng.getstate()}").choice([1, 2, 3, 16])  # leaves the other draws as they are
+    config = dataclasses.replace(random_config(rng), prefill_burst=burst)
     max_delay = rng.choice([0, 0, 1, 3] if config.park_every else [0, 0, 1, 3, 12])
 
     def delay(chunk: Chunk) -> int:
@@ -79,6 +81,8 @@ class Crowd:
         self.most_new = max(2, min(24, job.longest // rng.choice([1, 1, 2])))
         self.priorities = rng.choice([(0,), (0,), (0, 0, -10, 10), range(-4, 4)])
         self.shares = rng.random() < 0.5
+        self.moods = random.Random(f"patience {rng.getstate()}")  # leaves the other draws as they are
+        self.patience = self.moods.choice([0, 0.9, 1, 1])
         self.shift_rate = rng.choice([0, 0, 0.2, 0.8])
 
     @property
@@ -95,6 +99,7 @@ class Crowd:
         num = rng.choice([1, 1, 1, 2, 3]) if self.shares else 1
         group = self.num_added if num > 1 else None
         more: dict[str, Any] = {"group": group, "priority": rng.choice(self.priorities), "keeps_prefix": rng.random() < 0.7}
+        more["is_patient"] = self.moods.random() < self.patience
         if self.shares and rng.random() < 0.8:
             more["page_keys"] = self.keys(prompt_len)
         for _ in range(num):

@@ -127,6 +127,16 @@ def test_no_more_chunks_are_in_flight_than_staging_holds(monkeypatch):
     assert {*free} == {0, 1, 2}
 
 
+def test_prompts_go_first_where_all_are_patient():
+    requests = [Request(0.0, 32, 10, 10, patient=patient) for patient in (True, True)]
+    apart = [Request(0.0, 32, 10, 10), Request(0.0, 32, 10, 10)]
+    assert run(requests)[0].num_steps == 2 + 9 == run(apart)[0].num_steps
+    costs = Costs(**{**FREE, "decode_s": 1.0, "prefill_s": 1.0})
+    assert run(requests, costs)[0].makespan_s == 2 + 9  # two chunks, then nine steps of both
+    assert run(apart, costs)[0].makespan_s == 2 + 9 + 1  # the first decodes beside the second's chunk
+    assert run(requests, costs, prefill_burst=1)[0].makespan_s == 2 + 9 + 1
+
+
 def test_a_request_of_a_lower_priority_goes_first():
     requests = [Request(0.0, 100, 50, 50), Request(0.0, 100, 50, 50), Request(0.0, 100, 50, 50, -1)]
     costs = Costs(**{**FREE, "step_s": 1.0}, copy_s=0.0, land_s=0.0)

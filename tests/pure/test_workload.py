@@ -63,6 +63,14 @@ def test_lognormal_lengths_lie_around_the_geometric_middle():
     assert sum(200 <= length <= 800 for length in lengths) / 3000 == pytest.approx(0.68, abs=0.03)  # one standard deviation
 
 
+def test_a_load_may_be_patient_and_so_may_be_one_request_of_a_trace(tmp_path):
+    assert all(r.patient for r in draw(workload(patient=True), 0))
+    assert not any(r.patient for r in draw(workload(), 0))
+    path = tmp_path / "load.jsonl"
+    path.write_text(Request(0.0, 5, 6, 6).to_line() + Request(1.0, 5, 6, 6, patient=True).to_line())
+    assert [r.patient for r in draw(workload(kind="measured", trace=str(path)), 0)] == [False, True]
+
+
 def test_fixed_lengths_are_the_longest():
     assert draw(workload(lengths="fixed", num_requests=2), 0) == (Request(0.0, 512, 4096, 4096),) * 2
 
@@ -135,6 +143,7 @@ GOOD = '{"arrival_s": 0, "prompt_tokens": 4, "generated_tokens": 5}'
         ('{"arrival_s": 0, "prompt_tokens": 1.5, "generated_tokens": 5}', "prompt_tokens: got 1.5, allowed: an integer >= 1"),
         ('{"arrival_s": 0, "prompt_tokens": 4, "generated_tokens": true}', "generated_tokens: got true, allowed: an integer >= 1"),
         (GOOD.replace("}", ', "priority": "high"}'), 'priority: got "high", allowed: an integer'),
+        (GOOD.replace("}", ', "patient": 1}'), "patient: got 1, allowed: true or false"),
         (GOOD.replace("}", ', "n": 0}'), "n: got 0, allowed: an integer >= 1"),
         (GOOD.replace("}", ', "cancel_after": 0}'), "cancel_after: got 0, allowed: an integer >= 1"),
         (GOOD.replace("}", ', "max_tokens": null}'), "max_tokens: got null, allowed: an integer >= 1"),
