@@ -10,10 +10,13 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from jaxkv.cli.arguments import parse_with_overrides
+from jaxkv.config import Config
+from jaxkv.config.axes import combinations
 from jaxkv.config.fields import nearest
 from jaxkv.config.load import load_config, resolve_config
 from jaxkv.config.show import schema, show
 from jaxkv.errors import ConfigError, JaxkvError
+from jaxkv.workload.draw import draw
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,10 @@ class Show:
 
 @dataclass(frozen=True)
 class Check:
-    """Validate configurations. Exit code 0 when all are good, 2 with a line for each that is not."""
+    """Validate configurations, the axes of their sweeps and the files of their loads.
+
+    Exit code 0 when all are good, 2 with a line for each that is not.
+    """
 
     configs: Annotated[Positional[tuple[Path, ...]], arg(metavar="CONFIG ...", help="configurations")]
 
@@ -63,12 +69,20 @@ def run_check(words: Sequence[str]) -> int:
     code = 0
     for path in args.configs:
         try:
-            load_config(path, overrides)
+            check(load_config(path, overrides))
             print(f"{path}: good")
         except JaxkvError as error:
             code = error.exit_code
             print(f"jaxkv: error: {path}: {error}", file=sys.stderr)
     return code
+
+
+def check(config: Config) -> None:
+    """What is wrong beyond single fields: axes that contradict each other, values that no case may have, prompts that are not there."""
+    draw(config.workload, config.workload.seed)
+    base = config.to_dict() | {"sweep": {}}
+    for values in combinations(config.sweep):
+        load_config(base, values)
 
 
 def run_schema(words: Sequence[str]) -> int:

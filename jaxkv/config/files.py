@@ -53,6 +53,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return copied(data)
 
 
+def parse_word(text: str) -> Any:
+    """A value as a file would have it: 640, null, [1, 2], smallest."""
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError:
+        return text
+
+
 def copied(data: Mapping[str, Any]) -> dict[str, Any]:
     """The sections as dicts of our own, so that overrides never reach the caller's; an empty section is an empty dict."""
     return {str(name): dict(part) if isinstance(part, Mapping) else {} if part is None else part for name, part in data.items()}

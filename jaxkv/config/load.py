@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxkv.config.fields import Field, all_fields, nearest, yaml_word
-from jaxkv.config.files import Loader, copied, read_chain
+from jaxkv.config.files import copied, parse_word, read_chain
 from jaxkv.config.sections import Config
 from jaxkv.errors import ConfigError
 
@@ -156,10 +155,7 @@ def _value(field: Field, text: str) -> Any:
     words = {str(word) for arm in field.arms if get_origin(arm) is Literal for word in get_args(arm)}
     if field.takes_text or text in words:
         return text
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError:
-        return text
+    return parse_word(text)
 
 
 def _names_in(section: str) -> list[str]:

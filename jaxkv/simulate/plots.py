@@ -9,6 +9,7 @@ from jaxkv.extras import require_extra
 from jaxkv.simulate.run import simulate
 from jaxkv.simulate.sweep import Outcomes
 from jaxkv.simulate.table import COLUMNS, mean, spread
+from jaxkv.simulate.table import Outcomes as AnyOutcomes
 from jaxkv.simulate.timeline import PoolTimeline
 
 SHOWN = ("makespan s", "longest wait s", "mean completion s", "parks", "copied MiB", "fairness")
@@ -28,12 +29,14 @@ def check_plots(folder: Path) -> None:
 
 def draw_plots(sweep: Sequence[Outcomes], folder: Path) -> list[Path]:
     """Write the pictures; their files."""
-    figures = {"figures": draw_figures(sweep), "timeline": draw_timelines(sweep)}
+    told = f"mean over {len(sweep[0].results)} seeds; the line is from the least to the most"
+    timelines = [(outcomes.name, watch(outcomes)) for outcomes in sweep[:MAX_TIMELINES]]
+    figures = {"figures": draw_figures(sweep, told), "timeline": draw_timelines(timelines)}
     return [path for name, figure in figures.items() for path in save(figure, folder / name)]
 
 
-def draw_figures(sweep: Sequence[Outcomes]) -> Any:
-    """A panel for each figure: the mean as a bar, all seeds as a line."""
+def draw_figures(sweep: Sequence[AnyOutcomes], told: str) -> Any:
+    """A panel for each figure: the mean as a bar, all runs as a line."""
     tall = max(2.0, 0.28 * len(sweep) + 0.9)
     figure, axes = new_figure(2, 3, (13, 2 * tall))
     for axis, name in zip(axes, SHOWN, strict=True):
@@ -45,23 +48,20 @@ def draw_figures(sweep: Sequence[Outcomes]) -> Any:
             [high - m for m, (_, high) in zip(means, reach, strict=True)],
         ]
         axis.barh(range(len(sweep)), means, xerr=errors, color=BLUE, height=0.6, error_kw={"linewidth": 0.7, "ecolor": "#555555"})
-        axis.set_yticks(
-            range(len(sweep)), [outcomes.case.name for outcomes in sweep] if axis in axes[::3] else [""] * len(sweep), fontsize=8
-        )
+        axis.set_yticks(range(len(sweep)), [outcomes.name for outcomes in sweep] if axis in axes[::3] else [""] * len(sweep), fontsize=8)
         axis.invert_yaxis()
         axis.set_title(name, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"mean over {len(sweep[0].results)} seeds; the line is from the least to the most", fontsize=9)
+    figure.suptitle(told, fontsize=9)
     return figure
 
 
-def draw_timelines(sweep: Sequence[Outcomes]) -> Any:
-    """Who held the pool, for the first cases with their first seed; a hatched strip below is a request that is parked."""
-    shown = sweep[:MAX_TIMELINES]
+def draw_timelines(shown: Sequence[tuple[str, PoolTimeline]]) -> Any:
+    """Who held the pool, one above the other; a strip below is a request that is parked."""
     figure, axes = new_figure(len(shown), 1, (11, 2.6 * len(shown)), sharex=True)
-    for axis, outcomes in zip(axes, shown, strict=True):
-        draw_timeline(axis, watch(outcomes))
-        axis.set_title(outcomes.case.name, fontsize=9, loc="left")
+    for axis, (name, timeline) in zip(axes, shown, strict=True):
+        draw_timeline(axis, timeline)
+        axis.set_title(name, fontsize=9, loc="left")
     axes[-1].set_xlabel("seconds")
     return figure
 

@@ -2,8 +2,9 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxkv.config import Config
 from jaxkv.simulate.cases import Case, list_cases
@@ -20,6 +21,16 @@ class Outcomes:
 
     case: Case
     results: tuple[Result, ...]
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What makes the case."""
+        return self.case.values
+
+    @property
+    def name(self) -> str:
+        """`victim smallest, resume head`."""
+        return self.case.name
 
 
 def run_sweep(config: Config, on_result: Callable[[int, int], object] = lambda done, total: None) -> list[Outcomes]:

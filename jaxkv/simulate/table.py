@@ -1,14 +1,28 @@
 """A sweep as a table: a line for each case, the mean over its seeds, and how far from the best of those it may be compared with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 
 from jaxkv.simulate.result import Result
-from jaxkv.simulate.sweep import Outcomes
 
 Figure = Callable[[Result], float]
+
+
+class Outcomes(Protocol):
+    """A case with the results of its runs."""
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def results(self) -> Sequence[Result]: ...
+
+
 COLUMNS: dict[str, tuple[Figure, str]] = {
     "makespan s": (lambda r: r.makespan_s, ".1f"),
     "longest wait s": (lambda r: r.longest_wait_s, ".1f"),
@@ -46,19 +60,18 @@ def over_best(sweep: Sequence[Outcomes], figure: Figure) -> list[float]:
     """Each case's mean over the least among the cases with the same load and pool."""
     best: dict[tuple[Any, ...], float] = {}
     for outcomes in sweep:
-        key = load_of(outcomes.case.values)
+        key = load_of(outcomes.values)
         best[key] = min(best.get(key, float("inf")), mean(outcomes, figure))
-    return [
-        mean(outcomes, figure) / best[load_of(outcomes.case.values)] if best[load_of(outcomes.case.values)] else 1.0 for outcomes in sweep
-    ]
+    return [mean(outcomes, figure) / best[load_of(outcomes.values)] if best[load_of(outcomes.values)] else 1.0 for outcomes in sweep]
 
 
-def make_table(sweep: Sequence[Outcomes]) -> Table:
+def make_table(sweep: Sequence[Outcomes], title: str | None = None) -> Table:
     """The means by case."""
     seeds = len(sweep[0].results)
-    table = Table(title=f"means over {seeds} {'seed' if seeds == 1 else 'seeds'}, seconds of the simulated clock", title_justify="left")
+    title = title or f"means over {seeds} {'seed' if seeds == 1 else 'seeds'}, seconds of the simulated clock"
+    table = Table(title=title, title_justify="left")
     table.add_column("case")
-    cells: list[list[str]] = [[outcomes.case.name] for outcomes in sweep]
+    cells: list[list[str]] = [[outcomes.name] for outcomes in sweep]
     for name, (figure, form) in COLUMNS.items():
         means = [mean(outcomes, figure) for outcomes in sweep]
         if name in ONLY_WHERE_ANY and not any(means):

@@ -75,8 +75,8 @@ def test_the_help_of_a_command_with_a_configuration_lists_every_field(capsys, na
         (["btch"], "jaxkv: error: unknown command 'btch', did you mean 'batch'?\n"),
         (
             ["zzz"],
-            "jaxkv: error: unknown command 'zzz', there are demo, batch, serve, simulate, calibrate, workload, config, plan, fetch, "
-            "convert, programs, diff, version\n",
+            "jaxkv: error: unknown command 'zzz', there are demo, batch, serve, sweep, simulate, calibrate, workload, config, plan, fetch, "
+            "convert, compare, report, rerun, programs, diff, version\n",
         ),
         (["fetch", "nope"], "jaxkv: error: no known model 'nope'; there are: smollm2\n"),
         (["demo", "none.yaml"], "jaxkv: error: cannot read the configuration none.yaml: No such file or directory\n"),
