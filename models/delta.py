@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxkv.models.config import ModelConfig, Recurrent
 from jaxkv.models.interface import Advance
 from jaxkv.models.layers import WIDE, Linear, RMSNorm, as_rows, join_heads, ones, split_heads, zeros
-from jaxkv.models.recurrent import Recurrence, rows_of
+from jaxkv.models.recurrent import Recurrence, look_up, rows_of
 
 KEY_EPS = 1e-6
 
@@ -45,10 +45,11 @@ class DeltaRule(Recurrence):
 
     def turn(self, total: Float[Array, "h i d"], *token: Float[Array, "h ..."]) -> tuple[Float[Array, "h i d"], Float[Array, "h d"]]:
         q, k, v, beta, decay = token
-        total = total * decay[:, None, None]
-        held = (total * k[:, :, None]).sum(1)
-        total = total + k[:, :, None] * (beta[:, None] * (v - held))[:, None, :]
-        return total, (total * q[:, :, None]).sum(1)
+        fade = decay[:, None]
+        held, found = look_up(total, k, q)
+        put = beta[:, None] * (v - held * fade)
+        total = total * fade[:, :, None] + k[:, :, None] * put[:, None, :]
+        return total, found * fade + (k * q).sum(1, keepdims=True) * put
 
 
 class DeltaNet(nnx.Module):

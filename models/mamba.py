@@ -36,11 +36,11 @@ class SelectiveScan(Recurrence):
         step = jax.nn.softplus(rows_through(self.step_size, mixed[:, :rank].astype(self.dtype)))
         return x, step, mixed[:, rank : rank + n], mixed[:, rank + n :]
 
-    def turn(self, total: Float[Array, "i n"], *token: Float[Array, "..."]) -> tuple[Float[Array, "i n"], Float[Array, " i"]]:
+    def turn(self, total: Float[Array, "n i"], *token: Float[Array, "..."]) -> tuple[Float[Array, "n i"], Float[Array, " i"]]:
         x, step, put, get = token
-        fade = jnp.exp(step[:, None] * -jnp.exp(self.log_rate[...]))
-        total = fade * total + (step * x)[:, None] * put[None, :]
-        return total, (total * get[None, :]).sum(1) + self.skip[...] * x
+        fade = jnp.exp(step[None, :] * -jnp.exp(self.log_rate[...].T))
+        total = fade * total + (step * x)[None, :] * put[:, None]
+        return total, (total * get[:, None]).sum(0) + self.skip[...] * x
 
 
 class MambaMixer(nnx.Module):

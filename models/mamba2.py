@@ -1,24 +1,28 @@
 """The second Mamba family (`model_type` mamba2): heads instead of channels, each with one rate (https://arxiv.org/abs/2405.21060).
 
-    S <- exp(dt A) S + dt x B^T        out = S C + D x
+    S <- exp(dt A) S + B (dt x)^T        out = S^T C + D x
 
-S is a matrix [d, n] per head, what is stored and found under (B and C) is shared by the heads of a group and goes through the convolution.
+S is a matrix [n, d] per head; what is stored and found under (B and C) is shared by the heads of a group and goes through the convolution.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import ModelConfig, Recurrent
 from jaxkv.models.decoder import Layer
 from jaxkv.models.interface import Advance
 from jaxkv.models.layers import WIDE, Linear, as_rows, ones, works_in_columns, zeros
 from jaxkv.models.mamba import Mamba, MambaBlock
-from jaxkv.models.recurrent import Recurrence, rows_of
+from jaxkv.models.recurrent import Recurrence, look_up, rows_of, turn_blocks
+
+BLOCK = 32  # tokens of a prompt that are computed together
+product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class HeadScan(Recurrence):
@@ -39,13 +43,36 @@ class HeadScan(Recurrence):
             return jnp.repeat(y.reshape(t, made.num_groups, made.state_dim), made.num_heads // made.num_groups, axis=1)
 
         step = jax.nn.softplus(rest[0] + self.step_bias[...][None])
-        fade = jnp.exp(step * -jnp.exp(self.log_rate[...])[None])
-        return values.reshape(t, made.num_heads, made.head_dim), step, fade, heads(put), heads(get)
+        log_fade = step * -jnp.exp(self.log_rate[...])[None]
+        return values.reshape(t, made.num_heads, made.head_dim), step, log_fade, heads(put), heads(get)
 
-    def turn(self, total: Float[Array, "h d n"], *token: Float[Array, "h ..."]) -> tuple[Float[Array, "h d n"], Float[Array, "h d"]]:
-        x, step, fade, put, get = token
-        total = total * fade[:, None, None] + (step[:, None] * x)[:, :, None] * put[:, None, :]
-        return total, (total * get[:, None, :]).sum(-1) + self.skip[...][:, None] * x
+    def turn(self, total: Float[Array, "h n d"], *token: Float[Array, "h ..."]) -> tuple[Float[Array, "h n d"], Float[Array, "h d"]]:
+        x, step, log_fade, put, get = token
+        added, fade = step[:, None] * x, jnp.exp(log_fade)[:, None]
+        found, _ = look_up(total, get, get)
+        total = total * fade[:, :, None] + put[:, :, None] * added[:, None, :]
+        return total, found * fade + (put * get).sum(1, keepdims=True) * added + self.skip[...][:, None] * x
+
+    def turns(
+        self, total: Float[Array, "h n d"], tokens: tuple[Float[Array, "t h ..."], ...], num_valid: Int[Array, ""]
+    ) -> tuple[Float[Array, "h n d"], Float[Array, "t h d"]]:
+        """A block of tokens at a time, as products (the paper's section 6): twice as fast on XLA:CPU as token after token.
+
+        What token s adds has faded by exp(F[t] - F[s]) at token t, F being the sum of log fades up to and with a token.
+        """
+
+        def block(total: Array, x: Array, step: Array, log_fade: Array, put: Array, get: Array) -> tuple[Array, Array]:
+            faded = jnp.cumsum(log_fade, axis=0)  # [c, h]
+            seen = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[:, :, None]
+            between = jnp.exp(jnp.where(seen, faded[:, None] - faded[None], -jnp.inf))
+            added = step[:, :, None] * x
+            out = product("tsh,shd->thd", product("thn,shn->tsh", get, put) * between, added)
+            out += product("thn,hnd->thd", get * jnp.exp(faded)[:, :, None], total)
+            rest = put * jnp.exp(faded[-1:] - faded)[:, :, None]
+            total = total * jnp.exp(faded[-1])[:, None, None] + product("shn,shd->hnd", rest, added)
+            return total, out + self.skip[...][None, :, None] * x
+
+        return turn_blocks(block, BLOCK, total, tokens, num_valid)
 
 
 class Mamba2Mixer(nnx.Module):

@@ -37,6 +37,12 @@ class Recurrence(nnx.Module):
         """The sum with one token in it, and what the token finds there."""
         raise NotImplementedError
 
+    def turns(
+        self, total: Float[Array, "..."], tokens: tuple[Float[Array, "t ..."], ...], num_valid: Int[Array, ""]
+    ) -> tuple[Float[Array, "..."], Float[Array, "t ..."]]:
+        """The sum with the first `num_valid` tokens in it, and what each finds."""
+        return turn_all(self.turn, total, tokens, num_valid)
+
     def step(self, inputs: Inputs, states: State) -> tuple[Float[Array, "b ..."], State]:
         """One token of each of b sequences."""
         x, *rest = inputs
@@ -53,7 +59,7 @@ class Recurrence(nnx.Module):
         t, before = x.shape[0], window.shape[0]
         seen = jnp.concatenate([window, x.astype(window.dtype)])
         tokens = self.prepare(self.convolve([seen[i : i + t] for i in range(before + 1)]), *rest)
-        total, out = turn_all(self.turn, total, tokens, num_valid)
+        total, out = self.turns(total, tokens, num_valid)
         return out, (lax.dynamic_slice_in_dim(seen, num_valid, before), total)
 
     def convolve(self, shifted: list[Float[Array, "t c"]]) -> Float[Array, "t c"]:
@@ -78,6 +84,41 @@ def turn_all(
         return total, lax.dynamic_update_index_in_dim(out, y, i, 0)
 
     return lax.fori_loop(0, num_valid, body, (total, jnp.zeros((t, *found.shape), found.dtype)))
+
+
+def turn_blocks(
+    block: Turn, length: int, total: Float[Array, "..."], tokens: tuple[Float[Array, "t ..."], ...], num_valid: Int[Array, ""]
+) -> tuple[Float[Array, "..."], Float[Array, "t ..."]]:
+    """Block after block, as far as any token is valid; to a block the others are zeros, and have to change nothing."""
+    t = tokens[0].shape[0]
+    missing = -t % length
+
+    def filled(x: Array) -> Array:
+        valid = (jnp.arange(t) < num_valid).reshape(t, *(1,) * (x.ndim - 1))
+        return jnp.pad(jnp.where(valid, x, 0), [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+
+    tokens = tuple(map(filled, tokens))
+    found = jax.eval_shape(block, total, *(x[:length] for x in tokens))[1]
+
+    def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        total, out = carry
+        total, y = block(total, *(lax.dynamic_slice_in_dim(x, i * length, length) for x in tokens))
+        return total, lax.dynamic_update_slice_in_dim(out, y, i * length, 0)
+
+    start = (total, jnp.zeros((t + missing, *found.shape[1:]), found.dtype))
+    total, out = lax.fori_loop(0, (num_valid + length - 1) // length, body, start)
+    return total, out[:t]
+
+
+def look_up(
+    total: Float[Array, "h i d"], first: Float[Array, "h i"], second: Float[Array, "h i"]
+) -> tuple[Float[Array, "h d"], Float[Array, "h d"]]:
+    """What each head's matrix holds under two keys.
+
+    Both in one product: with 32 heads of 128 x 128 a token takes 83 us on XLA:CPU, 270 where each is a sum of its own.
+    """
+    both = jnp.einsum("hid,hni->hnd", total, jnp.stack([first, second], axis=1), precision=lax.Precision.HIGHEST)
+    return both[:, 0], both[:, 1]
 
 
 def rows_through(project: Linear, rows: Float[Array, "t i"]) -> Float[Array, "t o"]:

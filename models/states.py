@@ -35,7 +35,8 @@ def state_shapes(config: ModelConfig, dtype: str) -> tuple[LayerState, ...]:
     if made is None:
         return ()
     window = StateShape((made.conv_len - 1, made.conv_dim), dtype, None)
-    return ((window, StateShape(made.sum_shape, "float32", 0)),) * len(config.state_layers)
+    total = StateShape(made.sum_shape, "float32", 1 if made.kind == "mamba" else 0)
+    return ((window, total),) * len(config.state_layers)
 
 
 def state_bytes(config: ModelConfig, dtype: str) -> int:

@@ -32,7 +32,7 @@ def test_states_of_mamba_take_what_mamba_130m_takes():
 def test_a_state_is_a_window_in_the_models_dtype_and_a_sum_in_float32_split_by_heads():
     made = Recurrent("mamba2", (0, 1), num_heads=8, head_dim=16, num_groups=2, state_dim=12, conv_len=4)
     shapes = state_shapes(config(2, made), "bfloat16")
-    assert shapes == ((StateShape((3, 176), "bfloat16", None), StateShape((8, 16, 12), "float32", 0)),) * 2
+    assert shapes == ((StateShape((3, 176), "bfloat16", None), StateShape((8, 12, 16), "float32", 0)),) * 2
 
 
 def test_a_layer_is_counted_among_those_that_keep_the_same():
