@@ -56,6 +56,14 @@ def test_logits_and_greedy_ids_are_those_of_transformers(name: str) -> None:
         assert steps.argmax(-1).tolist() == greedy.tolist()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
+def test_layers_that_work_on_rows_compute_the_same_as_those_that_work_on_columns(name: str) -> None:
+    """Float32 has the one layout, every other dtype the other; in float16 it is rounded the least."""
+    run, expected = Compiled(load(FIXTURES / name, "float16").model), reference(name)
+    assert np.abs(run(expected["input_ids_0"]) - expected["logits_0"]).max() < 0.3
+
+
 @pytest.mark.parametrize("name", [name for name in FIXTURE_NAMES if not name.startswith("qwen3_5")])  # those have one only
 def test_both_config_spellings_say_the_same(name: str, tmp_path: Path) -> None:
     new, old = (read_config(json.loads((FIXTURES / name / spelling).read_text())) for spelling in SPELLINGS)
