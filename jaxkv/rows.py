@@ -64,7 +64,7 @@ class Rows:
         tokens = np.zeros(self._shapes.chunk, np.int32)
         tokens[: chunk.length] = sequence.prompt[chunk.start : chunk.start + chunk.length]
         samples = chunk.is_last and not chunk.is_replay
-        first = [sequence, *(live[fork.seq_id] for fork in chunk.forks)] if samples else []
+        first = [live[seq_id] for seq_id in chunk.seq_ids] if samples else []
         start, length, num_first = (np.int32(x) for x in (chunk.start, chunk.length, len(first)))
         table, targets = self._table[chunk.row : chunk.row + 1].copy(), self._targets(chunk, sequence)
         return PrefillBatch(tokens, start, length, np.bool_(samples), num_first, table, self._first_knobs(first), targets)  # type: ignore[arg-type]

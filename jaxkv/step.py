@@ -127,7 +127,7 @@ def dispatch(engine: "Engine", plan: Plan) -> tuple[Prefilled | None, Sampled | 
     engine.rows.update(plan.tables)
     if plan.prefill is not None:
         forks = plan.prefill.forks
-        with engine.phases("prefill"), blaming(*first_ids(plan.prefill)):
+        with engine.phases("prefill"), blaming(*plan.prefill.seq_ids):
             batch = engine.rows.prefill_batch(plan.prefill, engine.sequences)
             parts.pool.arrays, sampled, scores = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
             parts.pool.arrays = copy_forks(parts.programs.copy.run, parts.pool.arrays, forks, parts.layout.num_pages)
@@ -152,7 +152,7 @@ def collect(engine: "Engine", plan: Plan, prefilled: Prefilled | None, decoded: 
     if chunk is not None and prefilled is not None:
         take_scores(engine, chunk, prefilled[1])
     if chunk is not None and first is not None:
-        for index, seq_id in enumerate(first_ids(chunk)):
+        for index, seq_id in enumerate(chunk.seq_ids):
             accept(engine, seq_id, index, first, finished, failed)
     for entry in rows:
         if samples is not None and not entry.is_replay:
@@ -167,7 +167,7 @@ def collect(engine: "Engine", plan: Plan, prefilled: Prefilled | None, decoded: 
     for seq_id, reason in finished.items():
         if seq_id in engine.sequences:
             end(engine, seq_id, reason)
-    for seq_id in (*present, *(first_ids(chunk) if chunk else ())):
+    for seq_id in (*present, *(chunk.seq_ids if chunk else ())):
         resume(engine, seq_id, now)  # one whose replay is complete
 
 
@@ -175,17 +175,12 @@ def read(plan: Plan, prefilled: Prefilled | None, decoded: Sampled | None) -> tu
     """Wait for the tokens; what the device could not compute raises here."""
     first = samples = None
     if plan.prefill is not None and prefilled is not None and plan.prefill.is_last and not plan.prefill.is_replay:
-        with blaming(*first_ids(plan.prefill)):
+        with blaming(*plan.prefill.seq_ids):
             first = Samples(prefilled[0])
     if decoded is not None:
         with blaming(*(entry.seq_id for entry in plan.decode)):
             samples = Samples(decoded)
     return first, samples
-
-
-def first_ids(chunk: PrefillChunk) -> tuple[int, ...]:
-    """The sequences that have their first token from a chunk that ends a prompt, in the order of its samples."""
-    return (chunk.seq_id, *(fork.seq_id for fork in chunk.forks))
 
 
 def take_scores(engine: "Engine", chunk: PrefillChunk, scores: Scores) -> None:

@@ -362,7 +362,7 @@ class FakeLoop:
     def _with_ends(self, plan: Plan, outcome: Outcome) -> Outcome:
         new = [row.seq_id for row in plan.decode if not row.is_replay]
         if plan.prefill and plan.prefill.is_last and not plan.prefill.is_replay:
-            new += [plan.prefill.seq_id, *(fork.seq_id for fork in plan.prefill.forks)]
+            new += plan.prefill.seq_ids
         finished: dict[int, str] = {}
         for seq_id in new:
             self.tokens[seq_id] += 1

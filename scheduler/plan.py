@@ -107,6 +107,11 @@ class PrefillChunk:
     is_replay: bool = False
     forks: tuple[Fork, ...] = ()
 
+    @property
+    def seq_ids(self) -> tuple[int, ...]:
+        """Its own sequence and those that begin with it, in the order of the tokens that it samples."""
+        return (self.seq_id, *(fork.seq_id for fork in self.forks))
+
 
 class DecodeRow(NamedTuple):
     """One row of the decode batch. `position` is its input token's cell: prompt_len + generated - 1, less what shifts have dropped.

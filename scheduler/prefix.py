@@ -28,12 +28,24 @@ def find_prefix(books: Books, seq: Sequence) -> list[int]:
 def num_in_use(books: Books, seq: Sequence, but_by: Collection[int] = ()) -> int:
     """How many of the pages it would share somebody holds (others than `but_by`): it needs so many free pages less to come in.
 
-    One whose first step is to shift its context would have to copy those that move, so that they save nothing.
+    One whose first step is to shift its context would have to copy those that move, so that they save nothing; nor do those that another,
+    whose shift is due, moves or drops as long as it alone has them.
     """
     found = find_prefix(books, seq)
+    moving = pages_to_move(books) if found else set()
     if seq.shift is not None and seq.whole_cells == seq.shift.context_len:
         found = found[: (seq.shift.n_keep + seq.shift.n_discard) // books.config.page_size]
-    return sum(any(holder not in but_by for holder in books.pages.holders(page)) for page in found)
+    return sum(page not in moving and any(holder not in but_by for holder in books.pages.holders(page)) for page in found)
+
+
+def pages_to_move(books: Books) -> set[int]:
+    """Pages that a shift which is due moves or drops, and that would have to be copied or kept if another held them too."""
+    moving: set[int] = set()
+    for seq in books.residents:
+        if seq.shift is not None and seq.is_full:
+            beyond = seq.pages[seq.shift.n_keep // books.config.page_size :]
+            moving.update(page for page in beyond if len(books.pages.holders(page)) == 1)
+    return moving
 
 
 def share_first(books: Books, turn: Turn) -> None:

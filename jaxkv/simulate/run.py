@@ -90,6 +90,7 @@ class Simulation:
             self._next += 1
             place: dict[str, Any] = {"priority": request.priority, "page_keys": self._page_keys(seq_id)}
             place |= {"keeps_prefix": self.scheduler.config.prefix_cache, "is_patient": request.patient}
+            place["group"] = self._groups[seq_id] if request.n > 1 else None
             try:
                 limit = self.scheduler.add(seq_id, request.prompt_len, request.max_tokens, request.arrival_s, **place)
             except DoesNotFit:
@@ -143,9 +144,10 @@ class Simulation:
                 ended.append(seq_id)
         prefill = plan.prefill
         if prefill is not None and prefill.is_last and not prefill.is_replay:
-            left[prefill.seq_id] -= 1
-            if not left[prefill.seq_id]:
-                ended.append(prefill.seq_id)
+            for seq_id in prefill.seq_ids:
+                left[seq_id] -= 1
+                if not left[seq_id]:
+                    ended.append(seq_id)
         leaving = [seq_id for seq_id in ended if self._leaves(seq_id)]
         finished = {seq_id: "stop" for seq_id in ended if seq_id not in leaving}
         self.scheduler.commit(Outcome(prefilled=prefill, decoded=tuple(decoded), finished=finished), self.now)

@@ -290,7 +290,7 @@ def test_a_model_that_cannot_shift_serves_everything_else(monkeypatch: pytest.Mo
     with tiny.engine() as made:
         with pytest.raises(RequestError, match=r"context_shift: got true, but this model's keys .* cannot be moved; leave it out"):
             made.submit(tiny.prompt(5), params())
-        assert [program.name for program in made.parts.programs.all()] == ["prefill", "decode", "gather", "scatter"]
+        assert [program.name for program in made.parts.programs.all()] == ["prefill", "decode", "gather", "scatter", "copy"]
         assert len(tiny.run(made, [tiny.prompt(5)], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
 
 

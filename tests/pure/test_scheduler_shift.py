@@ -255,14 +255,15 @@ def test_a_shift_that_lacks_pages_for_its_copies_waits_until_another_has_parked(
 
 @pytest.mark.parametrize("budget", [0, 16])
 def test_one_whose_pages_for_a_shift_come_back_in_this_very_plan_shifts_in_the_next(budget: int) -> None:
-    """Siblings whose prompt of 7 fills their context, in 8 pages: the first lacks pages for copies until the other is dropped, and is
-    then alone. Nobody can run in that step, and nobody is stuck."""
+    """Siblings whose prompt of 7 fills their context, in 8 pages: the first lacks pages for copies until the other, which
+    has computed nothing, is parked, and is then alone. Nobody can run in that step, and nobody is stuck."""
     job = loop(8, host_budget_bytes=budget, chunk_pages=2, prefill_chunk=1)
     for seq_id, num in ((0, 5), (1, 7)):
         job.add(seq_id, 7, num, page_keys=KEYS[:6], shift=ContextShift(7, 0, 1))
     job.run()
     assert job.tokens == {0: 5, 1: 7}
-    assert (job.noted("drop"), job.scheduler.counters.num_parks_stuck) == ([1], 0)
+    assert (job.noted("park"), job.noted("drop"), job.scheduler.counters.num_parks_stuck) == ([1], [], 0)
+    assert [(step, note.kind, note.seq_id) for step, note in job.notes][2:4] == [(7, "park", 1), (8, "shift", 0)]
 
 
 def test_shared_pages_save_nothing_to_one_that_comes_back_with_a_full_context() -> None:
@@ -273,6 +274,22 @@ def test_shared_pages_save_nothing_to_one_that_comes_back_with_a_full_context() 
     job.run()
     assert job.tokens == {0: 12, 1: 6}
     assert (job.noted("drop"), job.noted("replay")) == ([1], [1])
+
+
+def test_pages_that_another_is_about_to_move_save_nothing_to_one_that_comes_in() -> None:
+    """1 and 2 found 6 pages, and 1 has filled its context when 2 finds 4 more: 1 lacks pages for copies of all that it would move, so 2,
+    which has computed nothing, is parked. Let in again on account of those pages in the same step, it took the room from 1, which left."""
+    job = loop(21, rows=3, margin_steps=0, rotate="none")
+    job.add(9, 7, 1, page_keys=KEYS[:6])
+    job.run()
+    job.add(0, 3, 40, priority=-1, shift=ContextShift(4, 0, 1))
+    job.run(until=lambda: job.tokens[0] == 2)
+    job.add(1, 11, 5, page_keys=KEYS[:10], shift=ContextShift(11, 0, 1))
+    job.add(2, 11, 2, page_keys=KEYS[:10])
+    job.run()
+    assert job.tokens == {9: 1, 0: 40, 1: 5, 2: 2}
+    assert job.noted("admit", "park", "restore", "last_resort") == [9, 0, 1, 2, 2, 2]
+    assert job.scheduler.counters.num_last_resorts == 0
 
 
 def run_siblings(seed: int) -> int:
