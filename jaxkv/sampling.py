@@ -94,14 +94,22 @@ def sample(logits: Float[Array, "b v"], knobs: Knobs) -> Sampled:
         return jnp.zeros((b, k), jnp.int32), jnp.zeros((b, k), jnp.float32)
 
     top_ids, top_logprobs = lax.cond(knobs.wants_top.any(), top, no_top, None)
+    is_plain = ~(_any_penalty(knobs) | (knobs.bias_ids < v).any() | knobs.is_masked.any() | (knobs.temperature > 0).any())
+    token = lax.cond(is_plain, first_best, lambda x: choose(x, knobs), logits)
+    logprob = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - log_total
+    return Sampled(token, logprob, top_ids, top_logprobs)
+
+
+def choose(logits: Float[Array, "b v"], knobs: Knobs) -> Int[Array, " b"]:
+    """One token per row as it was asked for. A stage that no row asks for is passed by, which costs XLA:CPU a copy of the logits all the
+    same: so `sample` comes here only where some row asks for something."""
+    v = logits.shape[1]
     wished = lax.cond(_any_penalty(knobs), lambda x: penalise(x, knobs), lambda x: x, logits)
     wished = lax.cond((knobs.bias_ids < v).any(), lambda x: add_bias(x, knobs), lambda x: x, wished)
     wished = lax.cond(knobs.is_masked.any(), lambda x: keep_masked(x, jnp.asarray(knobs.mask)), lambda x: x, wished)
     greedy = first_best(wished)
     drawn = lax.cond((knobs.temperature > 0).any(), lambda x: draw(x, knobs), lambda _: greedy, wished)
-    token = jnp.where(knobs.temperature > 0, drawn, greedy)
-    logprob = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - log_total
-    return Sampled(token, logprob, top_ids, top_logprobs)
+    return jnp.where(knobs.temperature > 0, drawn, greedy)
 
 
 def sample_first(logits: Float[Array, "1 v"], knobs: Knobs, num: Int[Array, ""]) -> Sampled:

@@ -250,6 +250,21 @@ def test_a_mask_is_stronger_than_any_bias_and_of_one_token_leaves_no_choice() ->
 # All together, in order
 
 
+def test_a_wish_of_one_greedy_row_counts_though_no_other_row_has_any() -> None:
+    logits = random_logits(3)
+    likeliest = logits.argmax(-1).tolist()
+    other = (likeliest[1] + 7) % V
+    wishes = {
+        "mask": masked(rows(3), 1, other),
+        "bias": biased(rows(3), 1, {other: 100.0}),
+        "penalty": rows(3, repetition=[1, 100, 1], history=likeliest[1], history_len=[0, 1, 0]),
+    }
+    for name, knobs in wishes.items():
+        found = run(logits, knobs).token.tolist()
+        assert (found[0], found[2]) == (likeliest[0], likeliest[2]) and found[1] != likeliest[1], name
+        assert name == "penalty" or found[1] == other
+
+
 def random_knobs(count: int, seed: int) -> Knobs:
     rng = np.random.default_rng(seed)
 
