@@ -15,17 +15,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.pool import LayerPages, PoolArrays, PoolLayout, decode, encode
+from jaxkv.pool import LayerPages, LayerStates, PoolLayout, decode, encode
 from jaxkv.work_list import MASKED, Partials, Work, attend_listed, list_work
 
 BLOCK_TOKENS = 64  # keys per block; a longer page is a block of its own
 
 
 class PagedCache(NamedTuple):
-    """What the layers of one step pass on: the pool, and the room for partial results that a decode step makes in its first layer."""
+    """What the layers of one step pass on: the pages, the room for partial results that a decode step makes in its first layer, and the
+    states, in the layers that have them instead."""
 
-    pool: PoolArrays
+    pool: list[LayerPages]
     partials: Partials | None = None
+    states: list[LayerStates] | tuple[()] = ()
 
 
 Attend = Callable[..., tuple[Array, PagedCache]]
@@ -80,7 +82,8 @@ def paged_attend(layout: PoolLayout, table: Int[Array, "n w"], positions: Int[Ar
                 if window not in works:
                     works[window] = work_of(window)
                 out, partials = attend_listed(q, pages, blocks, positions[:, 0], works[window], cache.partials, layout, scale, window)
-        return out.reshape(q.shape).astype(q.dtype), PagedCache([*cache.pool[:layer], pages, *cache.pool[layer + 1 :]], partials)
+        pool = [*cache.pool[:layer], pages, *cache.pool[layer + 1 :]]
+        return out.reshape(q.shape).astype(q.dtype), cache._replace(pool=pool, partials=partials)
 
     return attend
 

@@ -94,7 +94,7 @@ class ProgramTimes:
 
     def _table(self, table: Any) -> np.ndarray:
         """All of the pool's pages, one row after another, from the first one again when they are used up."""
-        pages = np.arange(table.size, dtype=np.int32) % self._parts.layout.num_pages + 1
+        pages = np.arange(table.size, dtype=np.int32) % max(1, self._parts.layout.num_pages) + 1
         return pages.reshape(table.shape)
 
     def _timed(self, program: Callable[..., tuple[Any, ...]], batch: DecodeBatch | PrefillBatch) -> float:

@@ -162,10 +162,11 @@ class Engine:
         banned = check_request(prompt, params, self.model_config.vocab_size, self.parts.checkpoint.eos_ids)
         shift = asked_shift(params, self.parts.scheduler_config, is_possible=self.parts.programs.rotate is not None)
         group, now, tokens = Group(), time.perf_counter(), np.array(prompt, np.int32)
-        is_cached = self.config.pool.prefix_cache and params.cache_prompt
+        shares = not self.parts.layout.states  # pages alone are of no use where there are states
+        is_cached = shares and self.config.pool.prefix_cache and params.cache_prompt
         guides = [self.guides.start(params, banned) for _ in range(params.n)]
         facts: dict[str, Any] = {"page_size": self.parts.layout.page_size, "fingerprint": self.parts.fingerprint}
-        keys = page_keys(tokens, params, self._num_submitted, is_cached=is_cached, **facts)
+        keys = page_keys(tokens, params, self._num_submitted, is_cached=is_cached, **facts) if shares else ()
         place = self._place(params, keys, is_cached, shift)
         for choice, guide in enumerate(guides, first):
             limit = self._add(tokens, params, place, now)

@@ -24,7 +24,9 @@ def copy_pages(pool: PoolArrays, sources: Int[Array, " p"], targets: Int[Array, 
 
 
 def copy_recipes(layout: PoolLayout, mesh: Mesh) -> dict[str, Recipe]:
-    """The program that copies pages within the pool."""
+    """The program that copies pages within the pool; none where there are states, which no choice takes over from another."""
+    if layout.states:
+        return {}
     ids, pool = np.zeros(COPY_PAGES, np.int32), pool_shapes(layout, layout.num_pages + 1, mesh)
     return {"copy": Recipe(copy_pages, (pool, ids, ids), 0, pool_shardings(layout, mesh))}
 

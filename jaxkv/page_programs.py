@@ -16,13 +16,13 @@ _ADDED_UP = 10  # arrays that a checksum adds up before it reduces them: measure
 
 def gather_pages(pool: PoolArrays, ids: Int[Array, " p"]) -> tuple[PoolArrays, UInt[Array, ""]]:
     """Copy pages out of every layer. Padding ids name any page, the trash page by custom."""
-    pages = [(jnp.take(k, ids, axis=0, mode="clip"), jnp.take(v, ids, axis=0, mode="clip")) for k, v in pool]
+    pages: PoolArrays = [(jnp.take(k, ids, axis=0, mode="clip"), jnp.take(v, ids, axis=0, mode="clip")) for k, v in pool]
     return pages, checksum(pages)
 
 
 def scatter_pages(pool: PoolArrays, pages: PoolArrays, ids: Int[Array, " p"]) -> tuple[PoolArrays, UInt[Array, ""]]:
     """Put pages back into every layer, at other ids if need be. Padding ids lie beyond the pool and are dropped."""
-    put = [(k.at[ids].set(x, mode="drop"), v.at[ids].set(y, mode="drop")) for (k, v), (x, y) in zip(pool, pages, strict=True)]
+    put: PoolArrays = [(k.at[ids].set(x, mode="drop"), v.at[ids].set(y, mode="drop")) for (k, v), (x, y) in zip(pool, pages, strict=True)]
     return put, checksum(pages)
 
 
@@ -41,17 +41,20 @@ def checksum(pages: PoolArrays) -> UInt[Array, ""]:
     """The sum of all words modulo 2**32, word j of array i weighed with (2i + 1) * (2j + 1). Weights are odd, so one flipped bit always
     changes it; sums modulo 2**32 do not depend on their order. It also is arithmetic enough for XLA:CPU to run the program in the
     background and not in the caller. Arrays are added up element by element, a few at a time, and then reduced: XLA:CPU takes three times
-    as long to reduce each by itself."""
-    arrays = [_words(x) for layer in pages for x in layer]
+    as long to reduce each by itself. Only arrays of one shape can be: those of pages all are, those of states differ."""
+    alike: dict[tuple[int, ...], list[tuple[int, Array]]] = {}
+    for i, array in enumerate(x for layer in pages for x in layer):
+        alike.setdefault(array.shape, []).append((i, _words(array)))
     total = jnp.uint32(0)
-    for first in range(0, len(arrays), _ADDED_UP):
-        group = enumerate(arrays[first : first + _ADDED_UP], first)
-        words = sum((x * jnp.uint32(2 * i + 1) for i, x in group), jnp.zeros_like(arrays[first])).reshape(-1)
-        total += jnp.sum(words * (2 * lax.iota(jnp.uint32, words.shape[0]) + jnp.uint32(1)), dtype=jnp.uint32)
+    for arrays in alike.values():
+        for first in range(0, len(arrays), _ADDED_UP):
+            group = arrays[first : first + _ADDED_UP]
+            words = sum((x * jnp.uint32(2 * i + 1) for i, x in group), jnp.zeros_like(arrays[first][1])).reshape(-1)
+            total += jnp.sum(words * (2 * lax.iota(jnp.uint32, words.shape[0]) + jnp.uint32(1)), dtype=jnp.uint32)
     return total
 
 
-def _words(array: Array) -> UInt[Array, "p k z d"]:
+def _words(array: Array) -> UInt[Array, "..."]:
     words = array if array.dtype == jnp.uint16 else lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
     return words.astype(jnp.uint32)
 
@@ -79,5 +82,8 @@ def transfer_recipes(
 
 
 def mode_recipes(mode: str, layout: PoolLayout, transfer_pages: int, mesh: Mesh, host: NamedSharding | None) -> dict[str, Recipe]:
-    """The recipes for one way of copying: direct, staged or hold. `host` is where images go; None where there is no such place."""
+    """The recipes for one way of copying: direct, staged or hold. `host` is where images go; None where there is no such place. Nothing
+    where no layer has pages."""
+    if not layout.num_layers:
+        return {}
     return transfer_recipes(layout, transfer_pages, mesh, None if mode == "staged" else host, direct=mode == "direct")

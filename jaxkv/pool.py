@@ -1,11 +1,15 @@
-"""The pool: what a page is made of, how big it is, where its arrays live. Knows nothing of sequences or of who owns a page.
+"""The pool: what a page and a state are made of, how big they are, where their arrays live. Knows nothing of sequences or who owns what.
 
 One (K, V) pair of arrays per layer, each `[p, k, z, d]`: a page of one layer is one contiguous run of memory, so parking it is a copy of
 runs, and the kv heads are an axis of their own, so sharding them leaves every page whole. Page 0 is the trash page: idle rows and padding
 write there, and nobody reads it. Lists of per-layer arrays are updated in place by donated programs; one stacked array is not
 (docs/ARCHITECTURE.md has the figures).
+
+Behind the layers with pages come those whose sequences have a state of fixed size instead: arrays `[rows, ...]`, one slot for each row of
+the decode batch, so that a decode step takes them as they lie.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,20 +24,47 @@ from jaxtyping import Array
 TRASH_PAGE = 0
 
 LayerPages = tuple[Array, Array]  # K and V of one layer, [p, k, z, d]
-PoolArrays = list[LayerPages]
+LayerStates = tuple[Array, ...]  # of one layer, [rows, ...] each
+PoolArrays = list[tuple[Array, ...]]  # of each layer what it has
+
+
+@dataclass(frozen=True, slots=True)
+class StateArray:
+    """One array of one sequence's state in one layer. `split` is the axis that is split over devices; None: each has all of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    storage: str  # as with pages
+    split: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.storage).itemsize
+
+    def sharding(self, mesh: Mesh, *, batched: bool = True) -> NamedSharding:
+        """Where it lives, behind an axis of rows unless it is one sequence's alone."""
+        axes = [*([None] if batched else []), *("tensor" if axis == self.split else None for axis in range(len(self.shape)))]
+        return NamedSharding(mesh, P(*axes))
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
     """The shape of the pool. `num_pages` counts usable pages; the arrays hold one more, the trash page."""
 
-    num_layers: int
+    num_layers: int  # that have pages
     num_pages: int
     page_size: int
     num_kv_heads: int
     head_dim: int
     dtype: str  # what a cell means: float32, bfloat16 or float16
     storage: str  # how its bits are kept: uint16 for bfloat16 on CPU, else the same
+    states: tuple[tuple[StateArray, ...], ...] = ()  # of each layer that has a state
+    rows: int = 0  # slots for them
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in all layers, however long it is."""
+        return sum(array.num_bytes for layer in self.states for array in layer)
 
     @property
     def page_shape(self) -> tuple[int, int, int]:
@@ -52,9 +83,19 @@ class PoolLayout:
         return self.num_pages * self.page_size
 
     @property
-    def num_bytes(self) -> int:
-        """Device bytes of the whole pool, trash page included."""
+    def pages_bytes(self) -> int:
+        """Device bytes of all pages, the trash page included."""
         return (self.num_pages + 1) * self.page_bytes
+
+    @property
+    def states_bytes(self) -> int:
+        """Device bytes of all slots for states."""
+        return self.rows * self.state_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of the whole pool."""
+        return self.pages_bytes + self.states_bytes
 
 
 def storage_dtype(backend: str, dtype: str) -> str:
@@ -74,29 +115,90 @@ def allocate(layout: PoolLayout, mesh: Mesh) -> PoolArrays:
     def zeros() -> Array:
         return jnp.zeros(shape, layout.storage, device=sharding)
 
-    return [(zeros(), zeros()) for _ in range(layout.num_layers)]
+    def state_zeros(array: StateArray) -> Array:
+        return jnp.zeros((layout.rows, *array.shape), array.storage, device=array.sharding(mesh))
+
+    pages: PoolArrays = [(zeros(), zeros()) for _ in range(layout.num_layers)]
+    return [*pages, *(tuple(map(state_zeros, layer)) for layer in layout.states)]
+
+
+def state_shardings(layout: PoolLayout, mesh: Mesh, *, batched: bool = True) -> list[Any]:
+    """Where the states of all rows live, or one sequence's alone, in every layer that has one."""
+    return [tuple(array.sharding(mesh, batched=batched) for array in layer) for layer in layout.states]
+
+
+def state_shapes(layout: PoolLayout, places: list[Any], *, batched: bool = True) -> list[Any]:
+    """The same as shapes, in these places."""
+
+    def shape(array: StateArray, where: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*([layout.rows] if batched else []), *array.shape), array.storage, sharding=where)
+
+    return [tuple(map(shape, *layer)) for layer in zip(layout.states, places, strict=True)]
 
 
 class PoolHolder:
-    """The one place that holds the pool's arrays, which every program that writes them replaces."""
+    """The one place that holds the pool's arrays, which every program that writes them replaces.
 
-    def __init__(self, arrays: PoolArrays, gather: Callable[..., Any], scatter: Callable[..., Any]) -> None:
+    `gather` and `scatter` are the programs that move pages out and in, `take` and `put` those that move a state.
+    """
+
+    def __init__(
+        self,
+        arrays: PoolArrays,
+        gather: Callable[..., Any] | None = None,
+        scatter: Callable[..., Any] | None = None,
+        take: Callable[..., Any] | None = None,
+        put: Callable[..., Any] | None = None,
+        num_states: int = 0,
+    ) -> None:
         self.arrays = arrays
         self._gather = gather
         self._scatter = scatter
+        self._take = take
+        self._put = put
+        self._num_states = num_states  # of the layers, the last ones
 
     @property
-    def sharding(self) -> Any:
-        """Where the pool's pages live."""
-        return self.arrays[0][0].sharding
+    def mesh(self) -> Any:
+        """The devices that it lies on."""
+        where: Any = self.arrays[0][0].sharding
+        return where.mesh
+
+    @property
+    def pages(self) -> PoolArrays:
+        """The layers that have pages."""
+        return self.arrays[: len(self.arrays) - self._num_states]
+
+    @property
+    def states(self) -> PoolArrays:
+        """The layers that have states."""
+        return self.arrays[len(self.arrays) - self._num_states :]
 
     def gather(self, ids: np.ndarray, into: PoolArrays | None = None) -> tuple[PoolArrays, Array]:
         """Copies of some pages, and their checksum; `into` is memory that is given up for them."""
-        return self._gather(self.arrays, ids) if into is None else self._gather(self.arrays, ids, into)
+        assert self._gather is not None, "no layer has pages"
+        return self._gather(self.pages, ids) if into is None else self._gather(self.pages, ids, into)
 
     def scatter(self, pages: PoolArrays, ids: np.ndarray) -> Array:
         """Write pages into the pool; returns the checksum of what was written."""
-        self.arrays, checksum = self._scatter(self.arrays, pages, ids)
+        assert self._scatter is not None, "no layer has pages"
+        states = self.states
+        written, checksum = self._scatter(self.pages, pages, ids)
+        self.arrays = [*written, *states]
+        return checksum
+
+    def take(self, row: int, into: PoolArrays | None = None) -> tuple[PoolArrays, Array]:
+        """A copy of the state in a row's slot, and its checksum; `into` as above."""
+        assert self._take is not None, "no layer has a state"
+        slot = np.int32(row)
+        return self._take(self.states, slot) if into is None else self._take(self.states, slot, into)
+
+    def put(self, state: PoolArrays, row: int) -> Array:
+        """Write a state into a row's slot; returns the checksum of what was written."""
+        assert self._put is not None, "no layer has a state"
+        pages = self.pages
+        written, checksum = self._put(self.states, state, np.int32(row))
+        self.arrays = [*pages, *written]
         return checksum
 
 

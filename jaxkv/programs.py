@@ -1,8 +1,9 @@
 """The compiled programs: what each one computes, its fixed shape, and compiling them all before the first request.
 
-The only place with `jax.jit`. Six programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt), gather
-(sixteen pages out of the pool), scatter (sixteen pages back), copy (four pages within it) and rotate (the keys of sixteen pages move to
-other positions). Their shapes come from the configuration alone, so nothing that happens later can ask for another.
+The only place with `jax.jit`. Up to eight programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt),
+gather (sixteen pages out of the pool), scatter (sixteen pages back), copy (four pages within it), rotate (the keys of sixteen pages move to
+other positions), take (a sequence's state out of its slot) and put (back into one). Their shapes come from the configuration alone, so
+nothing that happens later can ask for another.
 """
 
 import time
@@ -19,13 +20,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
-from jaxkv.attention import PagedCache, paged_attend, table_width
+from jaxkv.attention import Attend, PagedCache, paged_attend, table_width
 from jaxkv.interrupt import check_interrupt
-from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding
+from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding, state_shapes, state_shardings
 from jaxkv.program_store import ProgramStore, examined, open_store
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample, sample_first
 from jaxkv.scoring import Scores, Targets, no_targets, score
 from jaxkv.shifting import ROTATE_PAGES, key_mover, rotate_step
+from jaxkv.states import Advance, advance_chunk, advance_rows
 
 HEAD_TILE = 2  # rows of a chunk that the output head sees: never one row, XLA:CPU is many times slower there
 
@@ -59,6 +61,7 @@ class PrefillBatch(NamedTuple):
     length: Int[HostOrDevice, ""]
     is_last: Bool[HostOrDevice, ""]
     num_first: Int[HostOrDevice, ""]  # tokens to draw if it is the last one: of the sequence itself, and of choices that begin with it
+    row: Int[HostOrDevice, ""]  # whose slot holds its state
     table: Int[HostOrDevice, "1 w"]
     knobs: Knobs  # one entry for each, the sequence's own first
     targets: Targets
@@ -81,14 +84,22 @@ class Programs:
 
     decode: Program
     prefill: Program
-    gather: Program
-    scatter: Program
-    copy: Program
+    gather: Program | None = None  # None: no layer of this model has pages
+    scatter: Program | None = None
+    copy: Program | None = None  # None: no choices of a request begin together
     rotate: Program | None = None  # None: this model's contexts cannot shift
+    take: Program | None = None  # None: no layer has a state
+    put: Program | None = None
+
+    def movers(self) -> dict[str, Callable[..., Any]]:
+        """Those that move pages out and in, and those that do so with states."""
+        some = {"gather": self.gather, "scatter": self.scatter, "take": self.take, "put": self.put}
+        return {name: program.run for name, program in some.items() if program is not None}
 
     def all(self) -> tuple[Program, ...]:
         """In the order in which a request meets them."""
-        return (self.prefill, self.decode, self.gather, self.scatter, self.copy, *([self.rotate] if self.rotate else []))
+        some = (self.prefill, self.decode, self.gather, self.scatter, self.copy, self.rotate, self.take, self.put)
+        return tuple(program for program in some if program is not None)
 
 
 def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, PrefillBatch]:
@@ -101,9 +112,14 @@ def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, Pr
     b, c = shapes.rows, shapes.chunk
     knobs = neutral_knobs(b, shapes.max_len, shapes.vocab_size)
     decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), ints(b, width), knobs)
-    no, one = np.int32(0), np.int32(1)
-    prefill = PrefillBatch(ints(c), no, one, np.bool_(True), one, ints(1, width), knobs, no_targets(c))  # type: ignore[arg-type]
+    start, length, is_last, num_first, row = numbers(0, 1, 1, 0, is_last=True)
+    prefill = PrefillBatch(ints(c), start, length, is_last, num_first, row, ints(1, width), knobs, no_targets(c))
     return decode, prefill
+
+
+def numbers(start: int, length: int, num_first: int, row: int, *, is_last: bool) -> tuple[Any, Any, Any, Any, Any]:
+    """Those of a chunk as a program takes them."""
+    return np.int32(start), np.int32(length), np.bool_(is_last), np.int32(num_first), np.int32(row)
 
 
 Weights = list[Array]
@@ -125,13 +141,14 @@ def decode_step(rebuild: Rebuild, layout: PoolLayout, mesh: Mesh) -> Callable[..
 
     def decode(weights: Weights, pool: PoolArrays, batch: DecodeBatch) -> tuple[PoolArrays, Sampled]:
         model = rebuild(weights)
-        attend = paged_attend(layout, jnp.asarray(batch.table), jnp.asarray(batch.positions)[:, None], jnp.asarray(batch.active)[:, None])
+        active = jnp.asarray(batch.active)
+        attend = paged_attend(layout, jnp.asarray(batch.table), jnp.asarray(batch.positions)[:, None], active[:, None])
         with jax.named_scope("layers"):
-            hidden, cache = model(batch.tokens, batch.positions, PagedCache(pool), attend)
+            hidden, pool = run_layers(model, layout, batch.tokens, batch.positions, pool, attend, advance_rows(layout, active))
         with jax.named_scope("head"):
             logits = replicated(model.logits(hidden), mesh)
         with jax.named_scope("sample"):
-            return cache.pool, sample(logits, batch.knobs)
+            return pool, sample(logits, batch.knobs)
 
     return decode
 
@@ -148,8 +165,9 @@ def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Me
         valid = at < batch.length
         positions = jnp.where(valid, batch.start + at, 0)
         attend = paged_attend(layout, jnp.asarray(batch.table), positions[None], valid[None])
+        advance = advance_chunk(layout, jnp.asarray(batch.row), jnp.asarray(batch.start), jnp.asarray(batch.length))
         with jax.named_scope("layers"):
-            hidden, cache = model(batch.tokens, positions, PagedCache(pool), attend)
+            hidden, pool = run_layers(model, layout, batch.tokens, positions, pool, attend, advance)
         first = jnp.maximum(batch.length - HEAD_TILE, 0)
         tile = lax.dynamic_slice_in_dim(hidden, first, HEAD_TILE, axis=0)
 
@@ -166,9 +184,19 @@ def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Me
             num_first = jnp.where(batch.is_last, jnp.asarray(batch.num_first), 0)
             sampled = sample_first(logits, batch.knobs, num_first)
         with jax.named_scope("score"):
-            return cache.pool, sampled, score(hidden, jnp.asarray(batch.length), batch.targets, vocab_size, whole)
+            return pool, sampled, score(hidden, jnp.asarray(batch.length), batch.targets, vocab_size, whole)
 
     return prefill
+
+
+def run_layers(
+    model: Any, layout: PoolLayout, tokens: Any, positions: Any, pool: PoolArrays, attend: Attend, advance: Advance
+) -> tuple[Array, PoolArrays]:
+    """Hidden states, and the pool with what these tokens changed in pages and states."""
+    cache: Any = PagedCache(pool[: layout.num_layers], None, pool[layout.num_layers :])  # type: ignore[arg-type]
+    more = (advance,) if layout.states else ()
+    hidden, cache = model(tokens, positions, cache, attend, *more)
+    return hidden, [*cache.pool, *cache.states]
 
 
 def replicated(logits: Array, mesh: Mesh) -> Array:
@@ -190,8 +218,8 @@ def step_recipes(model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Me
     """The programs that compute tokens: prefill and decode."""
     weights, rebuild = take_apart(model)
     decode, prefill = example_batches(shapes, layout)
-    pool, everywhere = pool_shapes(layout, layout.num_pages + 1, mesh), NamedSharding(mesh, P())
-    pages = pool_shardings(layout, mesh)
+    everywhere, states = NamedSharding(mesh, P()), state_shardings(layout, mesh)
+    pool, pages = pool_shapes(layout, layout.num_pages + 1, mesh) + state_shapes(layout, states), pool_shardings(layout, mesh) + states
     weights_in = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
     return {
         "prefill": Recipe(
@@ -204,19 +232,19 @@ def step_recipes(model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Me
 def shift_recipes(model: nnx.Module, layout: PoolLayout, mesh: Mesh) -> dict[str, Recipe]:
     """The program that moves keys to other positions, for families that have one."""
     move = key_mover(type(model), getattr(model, "config", None))
-    if move is None:
+    if move is None or layout.states:
         return {}
     ids, pool = np.zeros(ROTATE_PAGES, np.int32), pool_shapes(layout, layout.num_pages + 1, mesh)
     return {"rotate": Recipe(rotate_step(move, layout), (pool, ids, ids, np.int32(0)), 0, pool_shardings(layout, mesh))}
 
 
-def pool_shapes(layout: PoolLayout, num_pages: int, mesh: Mesh) -> Any:
+def pool_shapes(layout: PoolLayout, num_pages: int, mesh: Mesh) -> list[Any]:
     """So many pages of every layer, as shapes."""
     pages = jax.ShapeDtypeStruct((num_pages, *layout.page_shape), layout.storage, sharding=pool_sharding(mesh))
     return [(pages, pages)] * layout.num_layers
 
 
-def pool_shardings(layout: PoolLayout, mesh: Mesh) -> Any:
+def pool_shardings(layout: PoolLayout, mesh: Mesh) -> list[Any]:
     """Where they live."""
     return [(pool_sharding(mesh), pool_sharding(mesh))] * layout.num_layers
 

@@ -13,7 +13,7 @@ from jaxkv.attention import table_width
 from jaxkv.blame import blaming
 from jaxkv.live import Live
 from jaxkv.pool import PoolLayout
-from jaxkv.programs import DecodeBatch, PrefillBatch, Shapes
+from jaxkv.programs import DecodeBatch, PrefillBatch, Shapes, numbers
 from jaxkv.sampling import Knobs, neutral_knobs
 from jaxkv.scheduler import DecodeRow, PrefillChunk, TableUpdate
 from jaxkv.scoring import Targets, no_targets
@@ -65,9 +65,9 @@ class Rows:
         tokens[: chunk.length] = sequence.prompt[chunk.start : chunk.start + chunk.length]
         samples = chunk.is_last and not chunk.is_replay
         first = [live[seq_id] for seq_id in chunk.seq_ids] if samples else []
-        start, length, num_first = (np.int32(x) for x in (chunk.start, chunk.length, len(first)))
+        start, length, is_last, num_first, row = numbers(chunk.start, chunk.length, len(first), chunk.row, is_last=samples)
         table, targets = self._table[chunk.row : chunk.row + 1].copy(), self._targets(chunk, sequence)
-        return PrefillBatch(tokens, start, length, np.bool_(samples), num_first, table, self._first_knobs(first), targets)  # type: ignore[arg-type]
+        return PrefillBatch(tokens, start, length, is_last, num_first, row, table, self._first_knobs(first), targets)
 
     def _first_knobs(self, first: list[Live]) -> Knobs:
         """What the sampler must know of those that draw their first token, in their order."""

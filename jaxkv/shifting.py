@@ -71,7 +71,7 @@ def check_default_shift(config: Config, model: ModelConfig, *, num_pages: int, m
     request = config.request
     if not request.context_shift:
         return
-    if key_mover(model_class(model.model_type), model) is None:
+    if model.state_layers or key_mover(model_class(model.model_type), model) is None:
         raise ConfigError(f"request.context_shift: got true, {_NOT_POSSIBLE}; set it to false")
     settings = scheduler_config(config, num_pages=num_pages, max_len=max_len, chunk_bytes=0, budget=None, hold=False)
     try:

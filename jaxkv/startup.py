@@ -5,7 +5,7 @@ What can be refused is refused before weights are read.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -20,13 +20,15 @@ from jaxkv.forking import COPY_PAGES, copy_recipes
 from jaxkv.interrupt import check_interrupt
 from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint
 from jaxkv.page_programs import mode_recipes
-from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding, storage_dtype
+from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding
+from jaxkv.pool_size import MIB, check_pool, check_staging, plan_layout, size_pool
 from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
 from jaxkv.shifting import ROTATE_PAGES, check_default_shift
-from jaxkv.transfer import HostMemory, Transfer, TransferSettings, choose_mode, probe_host_memory
+from jaxkv.state_programs import state_recipes
+from jaxkv.states import about_states
+from jaxkv.transfer import HostMemory, Transfer, TransferSettings, choose_mode, host_states, probe_host_memory
 
-MIB = 2**20
 MIN_ROWS = 2  # compiled decode width: never one row
 OnStage = Callable[[str, float], None]
 
@@ -64,9 +66,10 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
     mode = choose_mode(config.transfer.mode, mesh.devices.flat[0].platform, host)
     moves = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding) | copy_recipes(layout, mesh)
+    moves |= state_recipes(mode, layout, mesh, host_states(layout, mesh, host))
     programs = build_programs(checkpoint.model, layout, shapes, mesh, moves, exact_float32=dtype == "float32")
     stage("compile")
-    pool = PoolHolder(allocate(layout, mesh), programs.gather.run, programs.scatter.run)
+    pool = PoolHolder(allocate(layout, mesh), **programs.movers(), num_states=len(layout.states))
     transfer = Transfer(pool, layout, host, transfer_settings(config, layout, host, mode))
     weights, _ = take_apart(checkpoint.model)
     warm_up(weights, pool, transfer, programs, layout, shapes)
@@ -84,11 +87,17 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         transfer=transfer,
         host=host,
         scheduler_config=scheduler_config(
-            config, num_pages=layout.num_pages, max_len=shapes.max_len, chunk_bytes=transfer.chunk_bytes, budget=budget, hold=mode == "hold"
+            config,
+            num_pages=layout.num_pages,
+            max_len=shapes.max_len,
+            chunk_bytes=transfer.chunk_bytes,
+            state_bytes=transfer.state_bytes,
+            budget=budget,
+            hold=mode == "hold",
         ),
         fingerprint_facts=facts,
         fingerprint=fingerprint(facts),
-        messages=[m for m in (banner(info, mesh, layout, dtype, transfer), clamped, blocking_message(config, host)) if m],
+        messages=[banner(info, mesh, layout, dtype, transfer), *remarks(config, layout, host, clamped)],
     )
 
 
@@ -115,9 +124,9 @@ def outline(config: Config) -> Outline:
     backend = mesh.devices.flat[0].platform
     dtype = choose_dtype(config.model.dtype, backend, info)
     shapes = choose_shapes(config, info.config)
-    layout = plan_layout(config, info.config, dtype, backend)
+    layout = plan_layout(config, info.config, shapes, dtype, backend)
     check_staging(config, layout)
-    if config.pool.tokens is not None:
+    if config.pool.tokens is not None and layout.num_layers:
         check_pool(config, shapes)
         check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
     return Outline(info, mesh, dtype, shapes, layout)
@@ -170,76 +179,22 @@ def choose_shapes(config: Config, model: ModelConfig) -> Shapes:
     return Shapes(max(MIN_ROWS, scheduler.rows), chunk, max_len, model.vocab_size, config.transfer.chunk_pages)
 
 
-def check_pool(config: Config, shapes: Shapes) -> None:
-    """The configuration itself refuses a pool below one chunk; a model whose limit is below the chunk is caught here."""
-    tokens = config.pool.tokens or 0
-    if tokens // config.pool.page_size < 1:
-        raise ConfigError(f"pool.tokens: got {tokens}, less than one page of {config.pool.page_size} tokens; raise it")
-
-
-def plan_layout(config: Config, model: ModelConfig, dtype: str, backend: str) -> PoolLayout:
-    """The pool's shape with as many pages as the configuration names (0 when the memory decides)."""
-    kv_dtype = dtype if config.pool.kv_dtype == "auto" else config.pool.kv_dtype
-    page_size = config.pool.page_size
-    return PoolLayout(
-        num_layers=model.num_layers,
-        num_pages=(config.pool.tokens or 0) // page_size,
-        page_size=page_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=kv_dtype,
-        storage=storage_dtype(backend, kv_dtype),
-    )
-
-
-def check_staging(config: Config, layout: PoolLayout) -> None:
-    """At least one chunk must fit the staging memory."""
-    chunk = layout.page_bytes * config.transfer.chunk_pages
-    if chunk > config.transfer.staging_mib * MIB:
-        raise ConfigError(
-            f"transfer.staging_mib: got {config.transfer.staging_mib}, one chunk of {config.transfer.chunk_pages} pages takes "
-            f"{chunk / MIB:.1f} MiB; raise it to {-(-chunk // MIB)} or lower transfer.chunk_pages"
-        )
-
-
-def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> PoolLayout:
-    """Check a given pool against the memory there is, or take a share of it: never more than all rows can fill."""
-    device = mesh.devices.flat[0]
-    stats = device.memory_stats() or {}
-    free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else available_memory_bytes()
-    per_device = layout.page_bytes // mesh.size
-    staging = config.transfer.staging_mib * MIB // mesh.size
-    if config.pool.tokens is not None:
-        needed = (layout.num_pages + 1) * per_device + staging
-        if free is not None and needed > free:
-            raise ConfigError(
-                f"pool.tokens: got {config.pool.tokens}, which takes {needed // MIB} MiB with staging; {free // MIB} MiB are free. "
-                f"At most {max(0, (free - staging) // per_device - 1) * layout.page_size} fit: lower it"
-            )
-        return layout
-    if free is None:
-        raise ConfigError("pool.tokens: this device does not tell how much memory it has; set it")
-    most = shapes.rows * -(-shapes.max_len // layout.page_size)
-    share = int((free * config.pool.memory_fraction - staging) / per_device) - 1
-    if share * layout.page_size < shapes.chunk:
-        raise ConfigError(
-            f"pool.memory_fraction: got {config.pool.memory_fraction}, which leaves no room for one prompt chunk "
-            f"in {free // MIB} MiB; raise it"
-        )
-    return replace(layout, num_pages=min(most, share))
-
-
 def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory, mode: str) -> TransferSettings:
     """The transfer section, with what the probe found."""
     t = config.transfer
     return TransferSettings(
         mode=mode,
         chunk_pages=t.chunk_pages,
-        max_in_flight=t.staging_mib * MIB // (layout.page_bytes * t.chunk_pages),
+        max_in_flight=t.staging_mib * MIB // (layout.page_bytes * t.chunk_pages or layout.state_bytes),
         blocking=t.blocking or host.why_blocking is not None,
         timeout_s=t.timeout_s,
         delay_steps=config.debug.copy_delay_steps,
     )
+
+
+def remarks(config: Config, layout: PoolLayout, host: HostMemory, clamped: str | None) -> list[str]:
+    """What else is to be said once."""
+    return [*about_states(config, layout), *(line for line in (clamped, blocking_message(config, host)) if line)]
 
 
 def blocking_message(config: Config, host: HostMemory) -> str | None:
@@ -252,9 +207,11 @@ def blocking_message(config: Config, host: HostMemory) -> str | None:
 def banner(info: CheckpointInfo, mesh: Mesh, layout: PoolLayout, dtype: str, transfer: Transfer) -> str:
     """One line about what runs where, with the memory kind that the image parked in warming up really got."""
     device, kinds = mesh.devices.flat[0], ", ".join(sorted(transfer.stats.memory_kinds))
+    pages = f"pool of {layout.num_tokens} tokens ({layout.num_pages} pages of {layout.page_size}, {layout.pages_bytes / MIB:.0f} MiB)"
+    states = f"states of {layout.rows} rows ({layout.states_bytes / MIB:.0f} MiB)"
+    room = [*([pages] if layout.num_layers else []), *([states] if layout.states else [])]
     return (
-        f"{info.config.model_type} in {dtype} on {mesh.size} x {device.device_kind}; pool of {layout.num_tokens} tokens "
-        f"({layout.num_pages} pages of {layout.page_size}, {layout.num_bytes / MIB:.0f} MiB); parked images go to {kinds} memory"
+        f"{info.config.model_type} in {dtype} on {mesh.size} x {device.device_kind}; {', '.join(room)}; parked images go to {kinds} memory"
     )
 
 
@@ -272,18 +229,20 @@ def warm_up(weights: Weights, pool: PoolHolder, transfer: Transfer, programs: Pr
     pool.arrays, sampled, _ = programs.prefill.run(weights, pool.arrays, prefill)
     pool.arrays, sampled = programs.decode.run(weights, pool.arrays, decode)
     np.asarray(sampled.token)
-    nowhere = np.full(COPY_PAGES, layout.num_pages + 1, np.int32)
-    pool.arrays = programs.copy.run(pool.arrays, nowhere, nowhere)
+    if programs.copy is not None:
+        nowhere = np.full(COPY_PAGES, layout.num_pages + 1, np.int32)
+        pool.arrays = programs.copy.run(pool.arrays, nowhere, nowhere)
     if programs.rotate is not None:
         beyond = np.full(ROTATE_PAGES, layout.num_pages + 1, np.int32)
         pool.arrays = programs.rotate.run(pool.arrays, beyond, beyond, np.int32(0))
-    chunk = Chunk(seq_id=-1, epoch=0, index=0, pages=(0,), host_id=-1)
-    for move, settled in ((transfer.park, "parked"), (transfer.restore, "restored")):
-        move(chunk, step=0)
-        landed = transfer.poll(step=2**30)
-        while not getattr(landed, settled):
-            time.sleep(1e-4)
+    chunks = [Chunk(-1, 0, 0, (0,), host_id=-1)] if layout.num_layers else []
+    for chunk in [*chunks, *([Chunk(-1, 0, 1, (), host_id=-1, row=0)] if layout.states else [])]:
+        for move, settled in ((transfer.park, "parked"), (transfer.restore, "restored")):
+            move(chunk, step=0)
             landed = transfer.poll(step=2**30)
-    assert not transfer.verify()
-    transfer.discard(-1)
+            while not getattr(landed, settled):
+                time.sleep(1e-4)
+                landed = transfer.poll(step=2**30)
+        assert not transfer.verify()
+        transfer.discard(-1)
     transfer.reset_stats()

@@ -99,7 +99,7 @@ def read_sequence(engine: "Engine", view: SequenceView, live: "Live") -> Sequenc
         image_pages=view.image_pages,
         name=live.name,
         priority=view.priority,
-        host_bytes=len(engine.scheduler.image(view.seq_id)) * engine.parts.transfer.chunk_bytes,
+        host_bytes=engine.scheduler.image_bytes(view.seq_id),
         is_held=view.is_held,
         num_pages_own=view.num_pages - view.num_shared,
         since_s=live.submitted_s if view.state == "waiting" else view.parked_since,

@@ -130,7 +130,8 @@ def dispatch(engine: "Engine", plan: Plan) -> tuple[Prefilled | None, Sampled | 
         with engine.phases("prefill"), blaming(*plan.prefill.seq_ids):
             batch = engine.rows.prefill_batch(plan.prefill, engine.sequences)
             parts.pool.arrays, sampled, scores = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
-            parts.pool.arrays = copy_forks(parts.programs.copy.run, parts.pool.arrays, forks, parts.layout.num_pages)
+            if parts.programs.copy is not None:
+                parts.pool.arrays = copy_forks(parts.programs.copy.run, parts.pool.arrays, forks, parts.layout.num_pages)
             prefilled = sampled, scores
     if plan.decode:
         with engine.phases("decode"), blaming(*(entry.seq_id for entry in plan.decode)):

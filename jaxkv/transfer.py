@@ -1,4 +1,5 @@
-"""Images: moving pages between the pool and host memory, chunk by chunk, while the engine goes on. The only place with memory kinds.
+"""Images: moving pages and states between the pool and host memory, chunk by chunk, while the engine goes on. The only place with memory
+kinds.
 
 Three ways. *staged*: a park is a gather (pages out of the pool into staging) and an asynchronous `device_put` to pinned host memory, a
 restore the mirror. *direct*, where the device's memory is the host's: the gather writes to host memory itself, into what an image that is
@@ -18,10 +19,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from jaxkv.pool import TRASH_PAGE, PoolArrays, PoolHolder, PoolLayout
+from jaxkv.cargo import Cargo, PageCargo, StateCargo
+from jaxkv.pool import PoolArrays, PoolHolder, PoolLayout, pool_sharding, state_shardings
 from jaxkv.scheduler import Chunk
 
 HOST_KIND = "pinned_host"
@@ -30,6 +32,13 @@ HOST_KIND = "pinned_host"
 def host_sharding(device_sharding: NamedSharding) -> NamedSharding:
     """The same split over devices, in host memory."""
     return device_sharding.with_memory_kind(HOST_KIND)
+
+
+def host_states(layout: PoolLayout, mesh: Mesh, host: "HostMemory") -> Any:
+    """The same for the arrays of one sequence's state, layer by layer; None where there is no such memory."""
+    if host.sharding is None:
+        return None
+    return jax.tree.map(host_sharding, state_shardings(layout, mesh, batched=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +85,11 @@ def _poll_waits(source: Array, there: NamedSharding) -> bool:
 
 @dataclass(slots=True)
 class HostChunk:
-    """One chunk in host memory: its pages of every layer, and their checksum."""
+    """One chunk in host memory: its pages of every layer, or a state, and the checksum."""
 
     pages: Any  # PoolArrays in pinned memory, or the same as NumPy arrays
     checksum: Any  # a uint32 scalar
+    is_state: bool = False
 
 
 @dataclass(slots=True)
@@ -136,7 +146,7 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """How copies are made. `max_in_flight` chunks share the staging memory."""
+    """How copies are made. `max_in_flight` chunks (of pages, where there are any) share the staging memory."""
 
     mode: str  # direct, staged or hold
     chunk_pages: int
@@ -147,15 +157,18 @@ class TransferSettings:
 
 
 class Transfer:
-    """Owns what lies in host memory and the copies in flight. `pool` is the one holder of the pool's arrays; scatters replace them."""
+    """Owns what lies in host memory and the copies in flight. `pool` is the one holder of the pool's arrays; what comes back replaces them.
+
+    Host memory that nobody needs any more is left for the next parks in direct mode: no more than may be in flight.
+    """
 
     def __init__(self, pool: PoolHolder, layout: PoolLayout, host: HostMemory, settings: TransferSettings) -> None:
-        self._pool = pool
-        self._layout = layout
-        self._host = host
-        self._settings = settings
+        self._settings, mesh = settings, pool.mesh
+        self._pages: Cargo = PageCargo(pool, layout, settings.chunk_pages, host.sharding, pool_sharding(mesh))
+        states = state_shardings(layout, mesh, batched=False)
+        self._states: Cargo = StateCargo(pool, layout, settings.chunk_pages, host_states(layout, mesh, host), states)
+        self._heaviest = self._states.weight if layout.states else 1
         self.stored: dict[int, HostChunk] = {}  # by host_id
-        self._left: list[PoolArrays] = []  # host memory that nobody needs, for the next parks in direct mode: no more than may be in flight
         self._out: list[Outbound] = []
         self._in: list[Inbound] = []
         self._unverified: list[Unverified] = []
@@ -163,13 +176,19 @@ class Transfer:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk, padding included."""
-        return self._settings.chunk_pages * self._layout.page_bytes
+        """Bytes of one chunk of pages, padding included."""
+        return self._pages.num_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return self._states.num_bytes
 
     @property
     def free_chunks(self) -> int:
-        """How many more chunks may be in flight now."""
-        return max(0, self._settings.max_in_flight - len(self._out) - len(self._in))
+        """How many more chunks may be in flight now, whether of pages or states."""
+        taken = sum(self._cargo(chunk).weight for chunk in self.flying)
+        return max(0, self._settings.max_in_flight - taken) // self._heaviest
 
     @property
     def num_in_flight(self) -> int:
@@ -183,22 +202,24 @@ class Transfer:
 
     def park(self, chunk: Chunk, step: int) -> None:
         """Start moving a chunk to the host. But in hold mode its pages may be reused at once."""
-        now = time.perf_counter()
-        into = self._blank() if self._settings.mode == "direct" else None
-        pages, checksum = self._pool.gather(self._ids(chunk, TRASH_PAGE), into)
-        host = HostChunk(self._to_host(pages), checksum)
+        now, cargo = time.perf_counter(), self._cargo(chunk)
+        into = None
+        if self._settings.mode == "direct":
+            into = cargo.left.pop() if cargo.left else cargo.blank()
+        arrays, checksum = cargo.take(chunk, into)
+        host = HostChunk(self._to_host(arrays, cargo), checksum, is_state=chunk.row is not None)
         self.stored[chunk.host_id] = host
         self._out.append(Outbound(chunk, host, step, now))
-        self.stats.bytes_to_host += self.chunk_bytes
+        self.stats.bytes_to_host += cargo.num_bytes
         if self._settings.blocking:
             jax.block_until_ready((host.pages, host.checksum))
 
     def restore(self, chunk: Chunk, step: int) -> None:
-        """Start bringing a chunk back into the pages that it names, which nobody else may hold."""
-        host = self.stored[chunk.host_id]
-        staged = host.pages if self._settings.mode == "direct" else jax.device_put(host.pages, self._pool.sharding)
+        """Start bringing a chunk back into the pages or the slot that it names, which nobody else may hold."""
+        host, cargo = self.stored[chunk.host_id], self._cargo(chunk)
+        staged = host.pages if self._settings.mode == "direct" else jax.device_put(host.pages, cargo.device)
         self._in.append(Inbound(chunk, host, staged, step, time.perf_counter()))
-        self.stats.bytes_to_device += self.chunk_bytes
+        self.stats.bytes_to_device += cargo.num_bytes
         if self._settings.blocking:
             jax.block_until_ready(staged)
 
@@ -224,11 +245,14 @@ class Transfer:
     def discard(self, host_id: int) -> None:
         """Forget a chunk in host memory. Copies in flight keep their own references until they are done, and report as ever."""
         host = self.stored.pop(host_id, None)
+        if host is None or self._settings.mode != "direct":
+            return
+        cargo = self._states if host.is_state else self._pages
         in_flight = [*(flight.host for flight in self._out), *(flight.host for flight in self._in)]
-        has_room = self._settings.mode == "direct" and len(self._left) < self._settings.max_in_flight
-        is_sound = host is not None and isinstance(host.checksum, int)  # else its copy failed, and its memory may be gone
-        if has_room and host is not None and is_sound and not any(other is host for other in in_flight):
-            self._left.append(host.pages)
+        has_room = len(cargo.left) < self._settings.max_in_flight // cargo.weight
+        is_sound = isinstance(host.checksum, int)  # else its copy failed, and its memory may be gone
+        if has_room and is_sound and not any(other is host for other in in_flight):
+            cargo.left.append(host.pages)
 
     def abandon(self, seq_id: int) -> None:
         """A sequence does not wait for its copies back any more: they report as ever, and write nothing."""
@@ -252,28 +276,16 @@ class Transfer:
         for arrays in (*leaving, *(flight.staged for flight in self._in)):
             with suppress(Exception):
                 jax.block_until_ready(arrays)
-        self._out, self._in, self.stored, self._left = [], [], {}, []
+        self._out, self._in, self.stored = [], [], {}
+        self._pages.left, self._states.left = [], []
 
-    def _ids(self, chunk: Chunk, padding: int) -> np.ndarray:
-        ids = np.full(self._settings.chunk_pages, padding, np.int32)
-        ids[: len(chunk.pages)] = chunk.pages
-        return ids
+    def _cargo(self, chunk: Chunk) -> Cargo:
+        return self._pages if chunk.row is None else self._states
 
-    def _to_host(self, pages: PoolArrays) -> Any:
-        if self._host.sharding is None:
-            return jax.device_get(pages)
-        return jax.device_put(pages, self._host.sharding) if self._settings.mode == "staged" else pages
-
-    def _blank(self) -> PoolArrays:
-        """Host memory for a chunk, used or new."""
-        if self._left:
-            return self._left.pop()
-        shape = (self._settings.chunk_pages, *self._layout.page_shape)
-
-        def new() -> Array:
-            return jax.device_put(np.zeros(shape, self._layout.storage), self._host.sharding)
-
-        return [(new(), new()) for _ in range(self._layout.num_layers)]
+    def _to_host(self, arrays: PoolArrays, cargo: Cargo) -> Any:
+        if cargo.host is None:
+            return jax.device_get(arrays)
+        return jax.device_put(arrays, cargo.host) if self._settings.mode == "staged" else arrays
 
     def _land_out(self, flight: Outbound, step: int, landed: Landed) -> bool:
         host = flight.host
@@ -293,7 +305,7 @@ class Transfer:
             if self._is_late(flight, step) or not _ready(flight.staged):
                 return self._timed_out(flight, landed)
             if flight.is_wanted:
-                written = self._pool.scatter(flight.staged, self._ids(flight.chunk, self._layout.num_pages + 1))
+                written = self._cargo(flight.chunk).put(flight.staged, flight.chunk)
                 self._unverified.append(Unverified(flight.chunk, int(flight.host.checksum), written))
         except Exception as error:  # this sequence's trouble; a compilation is counted by the guard all the same
             _fail_once(flight, f"its pages could not be put back: {error}", landed)

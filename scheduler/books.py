@@ -25,6 +25,7 @@ class Flight:
     image_chunk: ImageChunk
     is_park: bool
     pages: tuple[int, ...] = ()
+    row: int | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class Books:
     def __init__(self, config: SchedulerConfig, on_drop: Callable[[int], None] = lambda host_id: None) -> None:
         self.config = config
         self.pages = PageLedger(config.num_pages)
-        self.host = HostLedger(config.host_budget_bytes, config.chunk_bytes, keep=config.keep_images, on_drop=on_drop)
+        self.host = HostLedger(config.host_budget_bytes, config.chunk_bytes, config.state_bytes, keep=config.keep_images, on_drop=on_drop)
         self.counters = Counters()
         self.random = random.Random(config.park_seed)
         self.num_steps = 0
@@ -146,9 +147,19 @@ class Books:
         bisect.insort(self.residents, seq, key=lambda other: other.order)
         return seq.row
 
-    def leave_row(self, seq: Sequence) -> None:
-        """Take its row back, if it has one."""
+    @property
+    def num_rows_leaving(self) -> int:
+        """Rows that nobody sits in, but whose state a copy has yet to read, or may still write: they come back by themselves."""
+        return self.config.rows - len(self.free_rows) - len(self.residents)
+
+    def leave_row(self, seq: Sequence, *, is_free: bool = True) -> None:
+        """Take its row back, if it has one; one whose state a copy is about to touch is not `is_free` yet."""
         if seq.row is not None:
-            heapq.heappush(self.free_rows, seq.row)
             self.residents.remove(seq)
-            seq.row = None
+            row, seq.row = seq.row, None
+            self.free_row(row if is_free else None)
+
+    def free_row(self, row: int | None) -> None:
+        """A row, if this is one, is anybody's again."""
+        if row is not None:
+            heapq.heappush(self.free_rows, row)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from jaxkv.scheduler.books import Books
-from jaxkv.scheduler.need import most_cells, need, pages_for
+from jaxkv.scheduler.need import cell_pages, most_cells, need, pages_for
 from jaxkv.scheduler.sequence import AWAY, RUNNING, Sequence, State
 
 
@@ -23,10 +23,12 @@ def check_books(books: Books) -> None:
 
 
 def check_rows(books: Books, live: list[Sequence]) -> None:
-    """A row has one owner; exactly the residents own one."""
+    """A row has one owner: a resident, or a copy that has yet to read or to write the state there."""
     owners = [seq for seq in live if seq.state in RUNNING or seq.state in (State.RESTORING, State.REPLAYING)]
     assert books.residents == sorted(owners, key=lambda seq: seq.order), "the residents are not those that own a row, in order of arrival"
     rows = [seq.row for seq in owners]
+    rows += [chunk.row for seq in live if seq.state is State.PARKING for chunk in seq.copies_due]
+    rows += [flight.row for flight in books.flights.values()]
     assert sorted([*books.free_rows, *(row for row in rows if row is not None)]) == list(range(books.config.rows)), f"rows {rows}"
 
 
@@ -70,7 +72,9 @@ def check_forks(books: Books) -> None:
 def check_host(books: Books, live: list[Sequence]) -> None:
     """Every chunk in host memory is one that an image, a keeper or a copy needs; the budget holds."""
     host = books.host
+    assert host.held == host.size(chunk.span for chunk in host.chunks.values()), f"{host.held} bytes held, but not in {host.chunks}"
     assert host.budget is None or host.held <= host.budget, f"{host.held} bytes of {host.budget}"
+    assert not any(chunk.span.is_state and (chunk.num_keepers or len(chunk.users) > 1) for chunk in host.chunks.values()), "a state is kept"
     users = {(chunk.host_id, seq.seq_id) for seq in live for chunk in seq.image}
     assert users == {(chunk.host_id, seq_id) for chunk in host.chunks.values() for seq_id in chunk.users}, "the images are not those in use"
     kept = Counter(chunk.host_id for seq in live for chunk in seq.kept.values() if not chunk.is_gone)
@@ -109,11 +113,13 @@ def check_sequence(books: Books, seq: Sequence) -> None:
     assert seq.whole_cells <= most_cells(seq)
     assert not seq.replay_to or (seq.num_computed < seq.replay_to and seq.state in (State.PARKED, State.REPLAYING))
     assert (seq.state is State.REPLAYING) <= (seq.replay_to > 0)
-    num_pages = pages_for(seq.whole_cells, books.config.page_size)
+    num_pages = cell_pages(books.config, seq.whole_cells)
     assert (seq.row is None) == (seq.state in (State.WAITING, State.PARKING, State.PARKED))
     assert (seq.parked_since is not None) == (seq.state in AWAY)
     if seq.state in AWAY:
         assert seq.image_pages == (0 if seq.replay_to else num_pages) == sum(chunk.span.num_pages for chunk in seq.image)
+        has_state = bool(books.config.state_bytes and seq.num_cells and not seq.replay_to)
+        assert [chunk.span.is_state for chunk in seq.image] == [False] * (len(seq.image) - has_state) + [True] * has_state
         assert not seq.kept
     else:
         assert not seq.image and not seq.image_pages

@@ -12,9 +12,10 @@ OVER_BUDGET = ("replay", "wait")
 
 def validate(config: SchedulerConfig) -> None:
     """ValueError for a size that cannot work or a policy that does not exist."""
-    for name in ("rows", "num_pages", "page_size", "prefill_chunk", "prefill_burst", "max_len", "chunk_pages", "chunks_per_step"):
+    _at_least(config, "num_pages", 0 if config.state_bytes else 1)
+    for name in ("rows", "page_size", "prefill_chunk", "prefill_burst", "max_len", "chunk_pages", "chunks_per_step"):
         _at_least(config, name, 1)
-    for name in ("chunk_bytes", "margin_steps", "starve_after", "park_every", "rotate_after_s"):
+    for name in ("chunk_bytes", "state_bytes", "margin_steps", "starve_after", "park_every", "rotate_after_s"):
         _at_least(config, name, 0)
     for name in ("host_budget_bytes", "max_bypass"):
         if getattr(config, name) is not None:

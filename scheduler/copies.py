@@ -7,16 +7,18 @@ from collections import deque
 from collections.abc import Iterator
 
 from jaxkv.scheduler.books import Books, Flight, Turn
-from jaxkv.scheduler.images import Span, cut
-from jaxkv.scheduler.need import pages_for
+from jaxkv.scheduler.images import Span, cut, state_span
+from jaxkv.scheduler.need import cell_pages
 from jaxkv.scheduler.plan import Chunk, Note
 from jaxkv.scheduler.sequence import AWAY, Sequence, State
 
 
 def spans(books: Books, seq: Sequence) -> list[Span]:
-    """The spans of pages that an image of it would have now: none while it only shares what it found."""
+    """The spans that an image of it would have now, its pages' and its state's: none while it only shares what it found."""
     config, num_cells = books.config, seq.num_cells if seq.num_computed > seq.num_cached else 0
-    return cut(pages_for(num_cells, config.page_size), num_cells // config.page_size, config.chunk_pages, seq.page_keys)
+    num_pages = cell_pages(config, num_cells)
+    found = cut(num_pages, min(num_pages, num_cells // config.page_size), config.chunk_pages, seq.page_keys)
+    return [*found, state_span(num_pages)] if config.state_bytes and num_cells else found
 
 
 def image_size(books: Books, seq: Sequence) -> tuple[int, int]:
@@ -40,20 +42,21 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
         seq.num_cells = seq.num_cached = 0
     books.host.let_go(seq.kept)
     seq.image, seq.kept = image, {}
-    seq.image_pages = pages_for(seq.num_cells, books.config.page_size)
+    seq.image_pages = cell_pages(books.config, seq.num_cells)
     seq.copies_due = begin_copies(seq, [not chunk.is_sent for chunk in image])
     seq.copies_left = {index for index, chunk in enumerate(image) if not chunk.is_here}
     leaving = {page: None for chunk in seq.copies_due for page in chunk.pages}
     books.pages.leave(seq.seq_id, list(leaving))
     books.pages.give_back(seq.seq_id, [page for page in seq.pages if page not in leaving])
-    books.leave_row(seq)
+    books.leave_row(seq, is_free=all(chunk.row is None for chunk in seq.copies_due))
     seq.pages = []
     seq.state = State.PARKING if seq.copies_left else State.PARKED
     if seq.copies_due:
         books.to_park.append(seq)
     join_line(books, seq, turn.now)
     books.counters.num_parks_copied += 1
-    num_bytes, new_bytes = (num * books.config.chunk_bytes for num in (len(image), len(seq.copies_due)))
+    num_bytes = books.host.size(chunk.span for chunk in image)
+    new_bytes = books.host.size(image[chunk.index].span for chunk in seq.copies_due)
     turn.notes.append(Note("park", seq.seq_id, cause, seq.num_cells, seq.image_pages, num_bytes, num_bytes - new_bytes))
     return True
 
@@ -85,7 +88,7 @@ def begin_copies(seq: Sequence, is_due: list[bool]) -> deque[Chunk]:
     for index, chunk in enumerate(seq.image):
         if is_due[index]:
             pages = seq.pages[chunk.span.first : chunk.span.first + chunk.span.num_pages]
-            due.append(Chunk(seq.seq_id, seq.epoch, index, tuple(pages), chunk.host_id))
+            due.append(Chunk(seq.seq_id, seq.epoch, index, tuple(pages), chunk.host_id, seq.row if chunk.span.is_state else None))
     return due
 
 
@@ -116,7 +119,7 @@ def back_to_work(books: Books, seq: Sequence) -> None:
 
 
 def dispatch_parks(books: Books, turn: Turn) -> None:
-    """Send park chunks, those that left first before others. Staged pages are free at once, held ones when they land."""
+    """Send park chunks, those that left first before others. What is staged is free at once, what is held when it lands."""
     for seq, chunk in due(books.to_park, turn):
         if seq.image[chunk.index].is_sent:  # by another sequence with the same pages
             books.pages.give_back(seq.seq_id, chunk.pages)
@@ -125,9 +128,10 @@ def dispatch_parks(books: Books, turn: Turn) -> None:
         turn.park.append(chunk)
         flight = depart(books, turn, seq, chunk)
         if books.config.hold:
-            flight.pages = chunk.pages
+            flight.pages, flight.row = chunk.pages, chunk.row
         else:
             books.pages.give_back(seq.seq_id, chunk.pages)
+            books.free_row(chunk.row)
 
 
 def dispatch_restores(books: Books, turn: Turn) -> None:
@@ -163,6 +167,7 @@ def land(books: Books, chunk: Chunk) -> None:
     if flight is None:
         return  # reported before
     books.pages.give_back(chunk.seq_id, flight.pages)
+    books.free_row(flight.row)
     books.host.land(flight.image_chunk)
     for seq in waiting_for(books, flight):
         seq.copies_left.discard(chunk.index)
@@ -203,8 +208,8 @@ def end(books: Books, seq: Sequence, state: State, reason: str) -> None:
 def give_back(books: Books, seq: Sequence) -> None:
     """Take its row, its pages and its image; what a copy in flight may touch comes back when that lands, under an epoch that is past."""
     books.forks.pop(seq.seq_id, None)
-    books.leave_row(seq)
-    _give_back_pages(books, seq)
+    touched = _give_back_pages(books, seq)
+    books.leave_row(seq, is_free=seq.row not in touched)
     books.host.release(seq.seq_id, seq.image)
     books.host.let_go(seq.kept)
     seq.image, seq.kept, seq.pages = [], {}, []
@@ -214,15 +219,20 @@ def give_back(books: Books, seq: Sequence) -> None:
     seq.copies_left.clear()
 
 
-def _give_back_pages(books: Books, seq: Sequence) -> None:
+def _give_back_pages(books: Books, seq: Sequence) -> list[int]:
+    """Returns its row, if a copy in flight may still write its state there."""
     in_flight: set[int] = set()
+    rows: list[int] = []
     if seq.state is State.RESTORING:
         for index in seq.copies_left - {chunk.index for chunk in seq.copies_due}:
             flight = books.flights[seq.seq_id, seq.epoch, index]
-            flight.pages = flight.chunk.pages
+            flight.pages, flight.row = flight.chunk.pages, flight.chunk.row
             books.pages.leave(seq.seq_id, flight.pages)
             in_flight.update(flight.pages)
+            rows += [] if flight.row is None else [flight.row]
     elif seq.state is State.PARKING:
         for chunk in seq.copies_due:
             books.pages.give_back(seq.seq_id, chunk.pages)
+            books.free_row(chunk.row)
     books.pages.give_back(seq.seq_id, [page for page in seq.pages if page not in in_flight])
+    return rows

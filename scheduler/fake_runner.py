@@ -33,6 +33,7 @@ from jaxkv.scheduler.sequence import OVER, State
 Written = tuple[Hashable, int, int, int]  # content, token, the epoch in which it was computed, positions turned back since
 Cell = Written | None
 Pages = list[list[Cell]]
+Slot = tuple[int, int, int] | None  # whose state it is, how often that one had lost all before, and how many tokens it has seen
 
 
 @dataclass(slots=True)
@@ -43,10 +44,11 @@ class Copy:
     is_park: bool
     lands_at: int
     cells: Pages | None
+    slot: Slot = None
 
 
 class FakeRunner:
-    """The pages, block tables and host images of a machine that does not exist."""
+    """The pages, states, block tables and host images of a machine that does not exist."""
 
     def __init__(self, config: SchedulerConfig, delay: Callable[[Chunk], int] = lambda chunk: 0, num_staging: int = 1000) -> None:
         """`delay(chunk)` is how many steps after the next one a copy lands; `num_staging` how many chunks may be in flight."""
@@ -56,11 +58,13 @@ class FakeRunner:
         self.time = 0
         self.pool: Pages = [[None] * config.page_size for _ in range(config.num_pages + 1)]
         self.tables: list[list[int]] = [[] for _ in range(config.rows)]
-        self.host: dict[int, Pages] = {}  # by the number that chunks call it by
+        self.slots: list[Slot] = [None] * config.rows
+        self.host: dict[int, tuple[Pages, Slot, int]] = {}  # by the number that chunks call it by: what, and bytes
         self.flights: list[Copy] = []
         self.written: dict[int, list[Written]] = {}  # what the cells of each context must hold
         self.num_written: dict[int, int] = {}  # tokens, those included that left the context
         self.epochs: dict[int, int] = {}
+        self.num_lost: dict[int, int] = {}  # times that all was gone
         self.keys: dict[int, tuple[Hashable, ...]] = {}
         self.found: dict[int, int] = {}  # prompt cells that were there already
         self.programs: dict[int, list[tuple[str, int]]] = {}  # which one first computed each token, at which position
@@ -72,13 +76,18 @@ class FakeRunner:
     @property
     def host_bytes(self) -> int:
         """Counted apart from the scheduler: stored chunks and chunks in flight."""
-        return len(self.host.keys() | {copy.chunk.host_id for copy in self.flights}) * self.config.chunk_bytes
+        flying = {copy.chunk.host_id: self._num_bytes(copy.chunk) for copy in self.flights}
+        return sum(({host_id: num for host_id, (_, _, num) in self.host.items()} | flying).values())
+
+    def _num_bytes(self, chunk: Chunk) -> int:
+        return self.config.chunk_bytes if chunk.row is None else self.config.state_bytes
 
     def start(self, seq_id: int, page_keys: tuple[Hashable, ...] = ()) -> None:
         """A new sequence, of which nothing is computed."""
         self.written[seq_id] = []
         self.num_written[seq_id] = 0
         self.epochs[seq_id] = 0
+        self.num_lost[seq_id] = 0
         self.keys[seq_id] = page_keys
         self.found[seq_id] = 0
         self.programs[seq_id] = []
@@ -89,12 +98,14 @@ class FakeRunner:
         self.num_written[seq_id] = 0
         self.found[seq_id] = 0
         self.epochs[seq_id] += 1
+        self.num_lost[seq_id] += 1
 
     def lose_pool(self) -> None:
-        """Every page is blank again; copies out of it that are under way read what there was."""
+        """Every page and state is blank again; copies out of them that are under way read what there was."""
         for copy in self.flights:
             if copy.is_park and copy.cells is None:
-                copy.cells = self._gather(copy.chunk)
+                copy.cells, copy.slot = self._gather(copy.chunk), self._slot(copy.chunk)
+        self.slots = [None] * self.config.rows
         self.pool = [[None] * self.config.page_size for _ in self.pool]
         self.tables = [[] for _ in self.tables]
 
@@ -148,14 +159,19 @@ class FakeRunner:
     def _park(self, chunk: Chunk) -> None:
         assert chunk.host_id not in self.host, f"{chunk} is copied a second time"
         self.epochs[chunk.seq_id] = chunk.epoch
+        assert bool(chunk.pages) != (chunk.row is not None), f"{chunk} is neither pages nor a state"
         cells = None if self.config.hold else self._gather(chunk)
-        self._send(chunk, True, cells)
+        self._send(chunk, True, cells, None if self.config.hold else self._slot(chunk))
 
-    def _send(self, chunk: Chunk, is_park: bool, cells: Pages | None) -> None:
-        self.flights.append(Copy(chunk, is_park, self.time + 1 + self.delay(chunk), cells))
+    def _send(self, chunk: Chunk, is_park: bool, cells: Pages | None, slot: Slot) -> None:
+        self.flights.append(Copy(chunk, is_park, self.time + 1 + self.delay(chunk), cells, slot))
 
     def _land_park(self, copy: Copy) -> None:
-        self.host[copy.chunk.host_id] = copy.cells or self._gather(copy.chunk)
+        found = (self._gather(copy.chunk), self._slot(copy.chunk)) if copy.cells is None else (copy.cells, copy.slot)
+        self.host[copy.chunk.host_id] = (*found, self._num_bytes(copy.chunk))
+
+    def _slot(self, chunk: Chunk) -> Slot:
+        return None if chunk.row is None else self.slots[chunk.row]
 
     def _gather(self, chunk: Chunk) -> Pages:
         return [list(self.pool[page]) for page in chunk.pages]
@@ -164,10 +180,15 @@ class FakeRunner:
         self.epochs[chunk.seq_id] = chunk.epoch
         for page in chunk.pages:
             self.pool[page] = [None] * self.config.page_size
-        self._send(chunk, False, self.host[chunk.host_id])
+        if chunk.row is not None:
+            self.slots[chunk.row] = None
+        cells, slot, _ = self.host[chunk.host_id]
+        self._send(chunk, False, cells, slot)
 
     def _land_restore(self, copy: Copy) -> None:
         assert copy.cells is not None
+        if copy.chunk.row is not None:
+            self.slots[copy.chunk.row] = copy.slot
         for page, cells in zip(copy.chunk.pages, copy.cells, strict=True):
             self.pool[page] = list(cells)
 
@@ -179,7 +200,8 @@ class FakeRunner:
     def _prefill(self, chunk: PrefillChunk) -> None:
         if chunk.start > len(self.written[chunk.seq_id]):
             self._find(chunk.seq_id, chunk.row, chunk.start)
-        assert (chunk.start - self.found[chunk.seq_id]) % self.config.prefill_chunk == 0, f"{chunk} is cut askew"
+        first = 0 if self.config.state_bytes else self.found[chunk.seq_id]
+        assert (chunk.start - first) % self.config.prefill_chunk == 0, f"{chunk} is cut askew"
         end = chunk.start + chunk.length
         is_known = end <= len(self.programs[chunk.seq_id])  # by the runner; the scheduler may not have heard of a chunk that ends nothing
         assert chunk.is_replay == is_known or not (chunk.is_last or chunk.is_replay), f"{chunk} after {self.programs[chunk.seq_id]}"
@@ -239,15 +261,31 @@ class FakeRunner:
             programs.append((program, position))
         now = program, position
         assert programs[token] == now, f"token {token} of sequence {seq_id} was computed by {programs[token]}, now by {now}"
+        if self.config.state_bytes:
+            self._advance(seq_id, row, token)
+        if self.config.num_pages:
+            self._fill(seq_id, row, position)
+
+    def _advance(self, seq_id: int, row: int, token: int) -> None:
+        """The state of its row sees one token more; with the first one it begins, whatever another has left there."""
+        before = (seq_id, self.num_lost[seq_id], token)
+        assert not token or self.slots[row] == before, f"the state in row {row} is {self.slots[row]}, not {before}"
+        flying = [copy for copy in self.flights if copy.chunk.row == row and (not copy.is_park or copy.cells is None)]
+        assert not flying, f"sequence {seq_id} changes the state in row {row}, which {flying} may touch"
+        self.slots[row] = (seq_id, self.num_lost[seq_id], token + 1)
+
+    def _fill(self, seq_id: int, row: int, position: int) -> None:
         page, cell = divmod(position, self.config.page_size)
         assert not self._is_touched(self.tables[row][page]), f"sequence {seq_id} writes a page that a copy in flight may touch"
-        self.pool[self.tables[row][page]][cell] = written[position]
+        self.pool[self.tables[row][page]][cell] = self.written[seq_id][position]
 
     def _is_touched(self, page: int) -> bool:
         """Whether a copy in flight reads the page later, or has yet to fill it."""
         return any(page in copy.chunk.pages for copy in self.flights if not copy.is_park or copy.cells is None)
 
     def _read(self, seq_id: int, row: int, num_cells: int) -> None:
+        if not self.config.num_pages:
+            return
         cells = [cell for page in self.tables[row] for cell in self.pool[page]][:num_cells]
         expected = self.written[seq_id]
         assert cells == expected, f"sequence {seq_id} in row {row} reads {cells}, not {expected}"

@@ -19,8 +19,11 @@ from jaxkv.scheduler.sequence import Sequence, State
 def plan_forks(books: Books, turn: Turn, first: Sequence) -> tuple[Fork, ...]:
     """Those that begin from the chunk that ends the prompt of `first`.
 
-    Nobody does where the content of a full page has no name, nor where some of what `first` has may yet turn out to be damaged.
+    Nobody does where the content of a full page has no name, nor where some of what `first` has may yet turn out to be damaged, nor where
+    there is a state, which is in no page.
     """
+    if books.config.state_bytes:
+        return ()
     num_full = (first.prompt_len - 1) // books.config.page_size
     if first.group is None or len(first.page_keys) < num_full or not first.has_progressed:
         return ()

@@ -3,7 +3,7 @@
 An image is cut into chunks, one for each span of its sequence's pages. A span whose pages are all full never changes again and is cut alike
 at every park: it is *lasting*. Its chunk may be kept when the sequence returns, so that the next park copies only what is new. A kept chunk
 that nobody away needs is *spare*: it goes when an image needs the room, the one kept longest first. Prompt pages with keys are stored once
-for all sequences that have them.
+for all sequences that have them. A sequence's state is one span more, of no pages; every token changes it, so it is copied anew each time.
 """
 
 from collections import Counter
@@ -14,12 +14,21 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """A run of a sequence's logical pages. `key` names the content of prompt pages that others may have too."""
+    """A run of a sequence's logical pages, or of none: its state. `key` names the content of prompt pages that others may have too."""
 
     first: int
     num_pages: int
     key: Hashable | None
     is_lasting: bool
+
+    @property
+    def is_state(self) -> bool:
+        return self.num_pages == 0
+
+
+def state_span(num_pages: int) -> Span:
+    """The state of a sequence with so many pages, behind them all."""
+    return Span(num_pages, 0, None, False)
 
 
 def cut(num_pages: int, num_full: int, chunk_pages: int, page_keys: tuple[Hashable, ...] = ()) -> list[Span]:
@@ -59,11 +68,19 @@ class HostLedger:
     """Every chunk in host memory, in-flight copies and padding included, against a budget (None: no limit; 0: no image at all)."""
 
     def __init__(
-        self, budget: int | None, chunk_bytes: int, *, keep: bool = True, on_drop: Callable[[int], None] = lambda host_id: None
+        self,
+        budget: int | None,
+        chunk_bytes: int,
+        state_bytes: int = 0,
+        *,
+        keep: bool = True,
+        on_drop: Callable[[int], None] = lambda host_id: None,
     ) -> None:
         """`on_drop(host_id)` is called when nobody needs a chunk any more and no copy touches it."""
         self.budget = budget
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes  # of a chunk of pages
+        self.state_bytes = state_bytes  # of one that is a state
+        self.held = 0  # bytes of all chunks
         self.keeps = keep
         self.peak = 0
         self.num_hits = 0  # spans that a park did not have to copy
@@ -74,19 +91,18 @@ class HostLedger:
         self._num_made = 0
 
     @property
-    def held(self) -> int:
-        """Bytes of all chunks."""
-        return len(self.chunks) * self.chunk_bytes
-
-    @property
     def in_use(self) -> int:
-        """Bytes that cannot be had by dropping what is spare."""
-        return (len(self.chunks) - len(self.spare)) * self.chunk_bytes
+        """Bytes that cannot be had by dropping what is spare, of which no state ever is."""
+        return self.held - len(self.spare) * self.chunk_bytes
+
+    def size(self, spans: Iterable[Span]) -> int:
+        """Host bytes of an image of these spans, padding included."""
+        return sum(self.state_bytes if span.is_state else self.chunk_bytes for span in spans)
 
     def added(self, spans: Iterable[Span], kept: Kept) -> int:
         """Bytes that an image of these spans would add to those in use."""
-        found = (self._find(span, kept) for span in spans)
-        return sum(chunk is None or chunk.host_id in self.spare for chunk in found) * self.chunk_bytes
+        found = ((span, self._find(span, kept)) for span in spans)
+        return self.size(span for span, chunk in found if chunk is None or chunk.host_id in self.spare)
 
     def has_room(self, num_chunks: int, added: int) -> bool:
         """Whether the budget holds images of so many chunks that add so many bytes to those in use."""
@@ -101,7 +117,7 @@ class HostLedger:
             if chunk is not None:
                 chunk.users.add(seq_id)
                 self.spare.pop(chunk.host_id, None)
-        self._make_room(found.count(None))
+        self._make_room(self.size(span for span, chunk in zip(spans, found, strict=True) if chunk is None))
         self.num_hits += len(found) - found.count(None)
         image = [self._new(seq_id, span) if chunk is None else chunk for span, chunk in zip(spans, found, strict=True)]
         self.peak = max(self.peak, self.held)
@@ -111,6 +127,7 @@ class HostLedger:
         """Everything goes but for what these sequences need, by number, and what copies touch; `known` are all chunks of either kind."""
         copies = Counter(chunk.host_id for chunk in flying)
         self.chunks |= {chunk.host_id: chunk for chunk in known}
+        self.held = self.size(chunk.span for chunk in self.chunks.values())
         self.spare.clear()
         for chunk in list(self.chunks.values()):
             chunk.users = set(users.get(chunk.host_id, ()))
@@ -157,6 +174,8 @@ class HostLedger:
         self._settle(chunk)
 
     def _find(self, span: Span, kept: Kept) -> ImageChunk | None:
+        if span.is_state:
+            return None
         chunk = kept.get(span.first) if span.key is None else self._by_key.get(span.key)
         is_good = chunk is not None and chunk.span[:3] == span[:3] and not chunk.is_gone and not chunk.is_spoiled
         return chunk if is_good else None
@@ -165,12 +184,13 @@ class HostLedger:
         chunk = ImageChunk(self._num_made, span, {seq_id})
         self._num_made += 1
         self.chunks[chunk.host_id] = chunk
+        self.held += self.size([span])
         if span.key is not None:
             self._by_key[span.key] = chunk
         return chunk
 
-    def _make_room(self, num_new: int) -> None:
-        while self.budget is not None and self.held + num_new * self.chunk_bytes > self.budget:
+    def _make_room(self, num_bytes: int) -> None:
+        while self.budget is not None and self.held + num_bytes > self.budget:
             self._drop(next(iter(self.spare.values())))
 
     def _settle(self, chunk: ImageChunk) -> None:
@@ -189,4 +209,5 @@ class HostLedger:
         if self._by_key.get(chunk.span.key) is chunk:
             del self._by_key[chunk.span.key]
         self._on_drop(chunk.host_id)
-        self.chunks.pop(chunk.host_id, None)
+        if self.chunks.pop(chunk.host_id, None) is not None:
+            self.held -= self.size([chunk.span])

@@ -32,6 +32,11 @@ def pages_for(num_cells: int, page_size: int) -> int:
     return -(-num_cells // page_size)
 
 
+def cell_pages(config: SchedulerConfig, num_cells: int) -> int:
+    """Pages that hold so many cells here: none where a sequence is all state."""
+    return pages_for(num_cells, config.page_size) if config.num_pages else 0
+
+
 def answer_limit(config: SchedulerConfig, prompt_len: int, max_new: int | None, shift: ContextShift | None = None) -> int | None:
     """Tokens a prompt may generate, None without end; DoesNotFit when the prompt alone is too long, ValueError for a length below 1."""
     if prompt_len < 1:
@@ -42,7 +47,7 @@ def answer_limit(config: SchedulerConfig, prompt_len: int, max_new: int | None, 
         if prompt_len > shift.context_len:
             raise DoesNotFit(prompt_len, shift.context_len, "context_len")
         return max_new
-    pool_tokens = config.num_pages * config.page_size
+    pool_tokens = config.num_pages * config.page_size or config.max_len
     has, setting = min((pool_tokens, "pool.tokens"), (config.max_len, "model.max_len"))
     if prompt_len > has:
         raise DoesNotFit(prompt_len, has, setting)
@@ -51,7 +56,9 @@ def answer_limit(config: SchedulerConfig, prompt_len: int, max_new: int | None, 
 
 
 def check_keys_fit(config: SchedulerConfig, prompt_len: int, num_keys: int) -> None:
-    """ValueError for more page keys than a prompt has full pages before its last token."""
+    """ValueError for more page keys than a prompt has full pages before its last token, or for any where pages are not all there is."""
+    if config.state_bytes and num_keys:
+        raise ValueError(f"got {num_keys} page keys, allowed: 0 where a sequence has a state, which is in no page")
     most = (prompt_len - 1) // config.page_size
     if num_keys > most:
         raise ValueError(f"got {num_keys} page keys for {prompt_len} prompt tokens, allowed: {most} in pages of {config.page_size}")
@@ -83,7 +90,7 @@ def step_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
     left = seq.prompt_len - (held if seq.shift is None else seq.whole_computed)
     num_cells = held + margin + (1 if left <= 0 else left if left < config.prefill_chunk else config.prefill_chunk)
     most = most_cells(seq)
-    return pages_for(num_cells if num_cells < most else most, config.page_size)
+    return cell_pages(config, num_cells if num_cells < most else most)
 
 
 def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
@@ -97,7 +104,7 @@ def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
     else:
         held += max(0, seq.prompt_len - seq.whole_computed)
     num_cells, most = held + 1 + margin, most_cells(seq)
-    return pages_for(num_cells if num_cells < most and config.admission != "reserve" else most, config.page_size)
+    return cell_pages(config, num_cells if num_cells < most and config.admission != "reserve" else most)
 
 
 def missing_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:

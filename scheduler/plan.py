@@ -12,7 +12,8 @@ from typing import NamedTuple
 class SchedulerConfig:
     """The sizes and the rules that a scheduler works with.
 
-    `num_pages` counts usable pages: the trash page 0 is not one of them, so page numbers run from 1 to `num_pages`.
+    `num_pages` counts usable pages: the trash page 0 is not one of them, so page numbers run from 1 to `num_pages`. Where a sequence is
+    all state, `num_pages` is 0: nothing it does takes a page, and only rows are short.
     """
 
     rows: int
@@ -23,6 +24,7 @@ class SchedulerConfig:
     prefill_burst: int = 16  # chunks in a row while all who would decode are patient; 1: a token after every chunk
     chunk_pages: int = 16  # pages moved by one transfer chunk
     chunk_bytes: int = 0  # host bytes one chunk occupies, padding included
+    state_bytes: int = 0  # host bytes of one sequence's state, which is a chunk of its own; 0 for models that keep none
     chunks_per_step: int = 4  # transfer chunks dispatched in one step, parks and restores together
     host_budget_bytes: int | None = None  # None: no limit; 0: no image may be held
     over_budget: str = "replay"  # a victim whose image does not fit: replay drops it, wait lets it keep its pages and pause
@@ -54,13 +56,17 @@ class ContextShift:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One transfer of at most `chunk_pages` pages, to or from one place in host memory. `index` counts the chunks of the image."""
+    """One transfer of at most `chunk_pages` pages, to or from one place in host memory. `index` counts the chunks of the image.
+
+    One without pages is the state, of its own size, out of the slot of a row or into it.
+    """
 
     seq_id: int
     epoch: int
     index: int
     pages: tuple[int, ...]
     host_id: int  # written once, by a park, before any restore reads it; free again when the scheduler says so
+    row: int | None = None  # whose slot holds the state; None for pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +102,9 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Prompt tokens start .. start + length - 1 of a sequence; the first chunk starts where any page does. `is_last`: it ends the prompt,
-    and its program samples the first token, of `forks` too. `is_replay`: all of it was computed before, and nothing is sampled."""
+    """Prompt tokens start .. start + length - 1 of a sequence; the first chunk starts where any page does, or where there are states at 0.
+    `is_last`: it ends the prompt, and its program samples the first token, of `forks` too. `is_replay`: all of it was computed before, and
+    nothing is sampled."""
 
     seq_id: int
     row: int

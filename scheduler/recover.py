@@ -60,11 +60,12 @@ def drop_everything(books: Books, seq: Sequence, now: float) -> None:
 
 
 def restart_flights(books: Books, flights: dict[tuple[int, int, int], Flight]) -> None:
-    """A page that a copy may touch belongs to the flight; all the others are free, and none is found by a key."""
+    """A page or a row's state that a copy may touch belongs to the flight; all the others are free, and no page is found by a key."""
     books.flights.clear()
     books.flights.update(flights)
     for flight in flights.values():
-        flight.pages = flight.chunk.pages if books.config.hold or not flight.is_park else ()
+        is_touched = books.config.hold or not flight.is_park
+        flight.pages, flight.row = (flight.chunk.pages, flight.chunk.row) if is_touched else ((), None)
     books.pages.restart((flight.chunk.seq_id, flight.pages) for flight in flights.values())
     books.to_park.clear()
     books.to_restore.clear()
@@ -88,9 +89,10 @@ def _chunks(live: list[Sequence], flights: Iterable[Flight]) -> list[ImageChunk]
 
 
 def restart_lines(books: Books, live: list[Sequence]) -> None:
-    """Everybody is in a line: the parked by how long, the waiting by age. All rows are free."""
+    """Everybody is in a line: the parked by how long, the waiting by age. All rows are free whose state no copy may touch."""
     books.residents.clear()
-    books.free_rows[:] = range(books.config.rows)
+    touched = {flight.row for flight in books.flights.values()}
+    books.free_rows[:] = [row for row in range(books.config.rows) if row not in touched]
     books.parked, books.waiting, books.held = Line(), Line(), {}
     for seq in sorted(live, key=lambda seq: (seq.parked_since or 0.0, seq.order)):
         if seq.state is State.WAITING:

@@ -107,7 +107,7 @@ def enter(books: Books, turn: Turn, seq: Sequence) -> None:
     seq.pages += books.pages.take(seq.seq_id, step_pages(books.config, seq) - len(seq.pages))
     seq.entered_at, seq.has_way = turn.now, False
     turn.tables.append(TableUpdate(row, 0, tuple(seq.pages)))
-    num_bytes = len(seq.image) * books.config.chunk_bytes
+    num_bytes = books.host.size(chunk.span for chunk in seq.image)
     turn.notes.append(Note(kind, seq.seq_id, "", seq.whole_cells, len(seq.pages), num_bytes))
     if kind == "admit":
         seq.state = State.PREFILLING

@@ -219,6 +219,11 @@ class Scheduler:
         seq = self._books.sequences.get(seq_id)
         return () if seq is None else tuple(chunk.host_id for chunk in seq.image)
 
+    def image_bytes(self, seq_id: int) -> int:
+        """What that takes, padding and the state included."""
+        books, seq = self._books, self._books.sequences.get(seq_id)
+        return 0 if seq is None else books.host.size(chunk.span for chunk in seq.image)
+
     def spoil(self, chunk: Chunk) -> tuple[int, ...]:
         """A copy failed, or what came back was damaged: nobody will find that place again. Returns who cannot go on because of it:
         its own sequence, and when the copy to the host is what failed, all those whose image it belongs to."""

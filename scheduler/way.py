@@ -25,7 +25,7 @@ def make_way(books: Books, turn: Turn) -> None:
     head = first_in_line(books)
     if head is None or head.state is State.PARKING or books.config.admission == "reserve":
         return
-    if head.has_way and books.pages.num_leaving:
+    if head.has_way and (books.pages.num_leaving or books.num_rows_leaving):
         return  # of those who left for it; while their pages come back the others grow, and may take what was just enough
     num_parked = 0
     if residents := [seq for seq in books.residents if seq.priority > head.priority and may_leave(books, seq)]:
@@ -75,7 +75,7 @@ def choose_victims(books: Books, head: Sequence, residents: list[Sequence], pick
     """Who leaves so that the head fits; nobody where it fits already, or would not even with all of them gone."""
     margin = gate_margin(books)
     spare = spare_pages(books, margin) + num_leaving(books)
-    has_row = bool(books.free_rows) or any(ends_now(books, seq) for seq in books.residents)
+    has_row = bool(books.free_rows or books.num_rows_leaving) or any(ends_now(books, seq) for seq in books.residents)
     shared = num_in_use(books, head, {seq.seq_id for seq in residents})  # pages that stay, whoever leaves
 
     def fits_without(victims: list[Sequence]) -> bool:

@@ -4,7 +4,9 @@ from jaxkv.config.sections import Config
 from jaxkv.scheduler.plan import SchedulerConfig
 
 
-def scheduler_config(config: Config, *, num_pages: int, max_len: int, chunk_bytes: int, budget: int | None, hold: bool) -> SchedulerConfig:
+def scheduler_config(
+    config: Config, *, num_pages: int, max_len: int, chunk_bytes: int, budget: int | None, hold: bool, state_bytes: int = 0
+) -> SchedulerConfig:
     """Integers and names only: what the configuration says, and what only the caller knows."""
     s = config.scheduler
     return SchedulerConfig(
@@ -17,6 +19,7 @@ def scheduler_config(config: Config, *, num_pages: int, max_len: int, chunk_byte
         max_len=max_len,
         chunk_pages=config.transfer.chunk_pages,
         chunk_bytes=chunk_bytes,
+        state_bytes=state_bytes,
         chunks_per_step=config.transfer.chunks_per_step,
         host_budget_bytes=budget,
         over_budget=s.over_budget,

@@ -17,13 +17,15 @@ from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint
 from jaxkv.models.parameters import abstract_model, shardings
 from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolLayout, pool_sharding
+from jaxkv.pool_size import check_pool, check_staging, plan_layout, size_pool
 from jaxkv.programs import Recipe, Shapes, jit_recipe, shift_recipes, step_recipes
-from jaxkv.startup import check_pool, check_staging, choose_dtype, choose_shapes, make_mesh, plan_layout, size_pool
-from jaxkv.transfer import HOST_KIND, HostMemory, choose_mode, host_sharding
+from jaxkv.startup import choose_dtype, choose_shapes, make_mesh
+from jaxkv.state_programs import state_recipes
+from jaxkv.transfer import HOST_KIND, HostMemory, choose_mode, host_sharding, host_states
 
 _NAMES: dict[str, tuple[str, ...]] = {"prefill": ("weights", "pool", "batch"), "decode": ("weights", "pool", "batch")}
 _NAMES |= {"gather": ("pool", "ids", "into"), "scatter": ("pool", "pages", "ids"), "rotate": ("pool", "sources", "targets", "distance")}
-_NAMES["copy"] = ("pool", "sources", "targets")
+_NAMES |= {"copy": ("pool", "sources", "targets"), "take": ("states", "row", "into"), "put": ("states", "state", "row")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +81,13 @@ def list_programs(config: Config) -> ProgramList:
     mesh = make_mesh(config.mesh.tensor)
     device = mesh.devices.flat[0]
     dtype, shapes = choose_dtype(config.model.dtype, device.platform, info), choose_shapes(config, info.config)
-    layout = sized(config, plan_layout(config, info.config, dtype, device.platform), shapes, mesh)
+    layout = sized(config, plan_layout(config, info.config, shapes, dtype, device.platform), shapes, mesh)
     model = weightless_model(info.config, dtype, mesh)
     host = HostMemory(host_sharding(pool_sharding(mesh)), HOST_KIND)
     mode = choose_mode(config.transfer.mode, device.platform, host)
     recipes = step_recipes(model, layout, shapes, mesh) | mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
     recipes |= copy_recipes(layout, mesh)
-    recipes |= shift_recipes(model, layout, mesh)
+    recipes |= shift_recipes(model, layout, mesh) | state_recipes(mode, layout, mesh, host_states(layout, mesh, host))
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         found = tuple(measure(name, recipe, mesh) for name, recipe in recipes.items())
     return ProgramList(info.config.model_type, dtype, f"{mesh.size} x {device.device_kind}", layout.num_tokens, found)
@@ -102,7 +104,7 @@ def weightless_model(config: ModelConfig, dtype: str, mesh: jax.sharding.Mesh) -
 def sized(config: Config, layout: PoolLayout, shapes: Shapes, mesh: jax.sharding.Mesh) -> PoolLayout:
     """The pool's layout after the engine's own checks."""
     check_staging(config, layout)
-    if config.pool.tokens is not None:
+    if config.pool.tokens is not None and layout.num_layers:
         check_pool(config, shapes)
     return size_pool(config, layout, shapes, mesh)
 

@@ -88,7 +88,7 @@ def test_a_converted_checkpoint_has_the_same_weights_in_both_layouts(name: str, 
         assert all(np.array_equal(x, y) for x, y in zip(found, weights, strict=True))
 
 
-@pytest.fixture(scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PAGED])
+@pytest.fixture(scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FIXTURE_NAMES])
 def parking(request: pytest.FixtureRequest) -> Iterator[tuple[str, Engine]]:
     """An engine in float32 that parks every sequence after every three of its tokens."""
     fields = {"model__path": str(FIXTURES / request.param), "model__dtype": "float32", "pool__tokens": 256, "scheduler__rows": 2}

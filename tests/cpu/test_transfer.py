@@ -168,7 +168,7 @@ def test_no_more_memory_is_left_for_the_next_parks_than_may_be_in_flight() -> No
         bench.land(0)
     for seq_id in range(5):
         bench.transfer.discard(10 * seq_id)
-    assert len(bench.transfer._left) == 2
+    assert len(bench.transfer._pages.left) == 2
 
 
 @pytest.mark.parametrize(

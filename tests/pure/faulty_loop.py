@@ -95,17 +95,17 @@ class FaultyRunner(FakeRunner):
         if self.fault == "failed":
             self.failed.append(copy.chunk)
         if self.fault in ("failed", "damaged"):
-            self.host[copy.chunk.host_id] = self._blank(copy)
+            self.host[copy.chunk.host_id] = (self._blank(copy), None, self._num_bytes(copy.chunk))
             self.corrupt.add(copy.chunk.host_id)
             self.fault = None
 
     def _land_restore(self, copy: Copy) -> None:
         if self.fault == "failed":
             self.failed.append(copy.chunk)
-            self.fault, copy.cells = None, self._blank(copy)
+            self.fault, copy.cells, copy.slot = None, self._blank(copy), None
         if key(copy.chunk) in self.corrupt_flights or self.fault == "damaged":
             self.damaged.append(copy.chunk)
-            self.fault, copy.cells = None, self._blank(copy)
+            self.fault, copy.cells, copy.slot = None, self._blank(copy), None
         super()._land_restore(copy)
 
     def _blank(self, copy: Copy) -> list[list[Any]]:
@@ -131,9 +131,16 @@ class FaultyRunner(FakeRunner):
         self._burn()
         super()._decode(row)
 
+    def _is_damaged(self, seq_id: int) -> bool:
+        return any(chunk.seq_id == seq_id and chunk.epoch == self.epochs[seq_id] for chunk in self.damaged)
+
     def _read(self, seq_id: int, row: int, num_cells: int) -> None:
-        if not any(chunk.seq_id == seq_id and chunk.epoch == self.epochs[seq_id] for chunk in self.damaged):
+        if not self._is_damaged(seq_id):
             super()._read(seq_id, row, num_cells)
+
+    def _advance(self, seq_id: int, row: int, token: int) -> None:
+        if not self._is_damaged(seq_id):
+            super()._advance(seq_id, row, token)
 
 
 class FaultyLoop(FakeLoop):

@@ -2,8 +2,8 @@
 break off; what is promised is checked after every event, and at the end everybody has its tokens and nothing is left.
 """
 
-import dataclasses
 import random
+from dataclasses import replace
 from typing import Any
 
 from jaxkv.scheduler import VICTIMS, Chunk, ContextShift, SchedulerConfig
@@ -46,10 +46,22 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     )
 
 
-def random_loop(rng: random.Random) -> WatchedLoop:
+def with_states(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
+    """The same for a model whose sequences have a state, beside their pages or instead of any."""
+    state_bytes, budget = rng.choice([3, 25]), config.host_budget_bytes
+    changes: dict[str, Any] = {"state_bytes": state_bytes, "host_budget_bytes": budget and budget + rng.choice([0, 1, 2]) * state_bytes}
+    if rng.random() < 0.4:
+        changes |= {"num_pages": 0, "chunk_bytes": 0, "max_len": rng.choice([12, 40])}
+    else:
+        changes |= {"num_pages": rng.randint(6, 30)}
+    return replace(config, **changes)
+
+
+def random_loop(rng: random.Random, *, states: bool = False) -> WatchedLoop:
     """A loop whose copies land early, late or out of order."""
     burst = random.Random(f"burst {rng.getstate()}").choice([1, 2, 3, 16])  # leaves the other draws as they are
-    config = dataclasses.replace(random_config(rng), prefill_burst=burst)
+    config = replace(random_config(rng), prefill_burst=burst)
+    config = with_states(rng, config) if states else config
     max_delay = rng.choice([0, 0, 1, 3] if config.park_every else [0, 0, 1, 3, 12])
 
     def delay(chunk: Chunk) -> int:
@@ -84,6 +96,8 @@ class Crowd:
         self.moods = random.Random(f"patience {rng.getstate()}")  # leaves the other draws as they are
         self.patience = self.moods.choice([0, 0.9, 1, 1])
         self.shift_rate = rng.choice([0, 0, 0.2, 0.8])
+        if job.scheduler.config.state_bytes:
+            self.shares, self.shift_rate = False, 0
 
     @property
     def num_added(self) -> int:
@@ -123,10 +137,10 @@ class Crowd:
         return self.rng.choice(live) if live and self.rng.random() < 0.9 else self.rng.randint(0, self.num_added)
 
 
-def run_seed(seed: int) -> WatchedLoop:
-    """One whole run."""
+def run_seed(seed: int, *, states: bool = False) -> WatchedLoop:
+    """One whole run, of a model with states or without."""
     rng = random.Random(seed)
-    job = random_loop(rng)
+    job = random_loop(rng, states=states)
     crowd = Crowd(job, rng)
     events, weights = list(EVENTS), list(EVENTS.values())
     if rng.random() < 0.4:  # an undisturbed one

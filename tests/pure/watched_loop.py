@@ -21,7 +21,7 @@ class WatchedLoop(FaultyLoop):
         super().__init__(config, delay, num_staging)
         num_chunks = config.num_pages // config.chunk_pages + config.rows + 1
         self.most_idle_steps = 4 + 2 * num_chunks * (max_delay + 2)
-        self.longest = min(config.num_pages * config.page_size, config.max_len)
+        self.longest = min(config.num_pages * config.page_size or config.max_len, config.max_len)
         self.away: list[int] = []
         self.waiting: set[int] = set()
         self.line: set[int] = set()
