@@ -123,6 +123,8 @@ def landing_pages(books: Books, seq: Sequence, sources: tuple[int, ...], dropped
     copies = iter(books.pages.take(seq.seq_id, len(shared)))
     pages = [next(copies) if page in shared else page for page in sources]
     books.pages.give_back(seq.seq_id, shared)
+    if not seq.replay_to:  # others hold all that it drops: `shift_pages` has counted on these
+        blank += books.pages.take(seq.seq_id, max(0, num_blank - len(blank)))
     for page in (*pages, *blank):
         books.pages.forget_key(page)
     return [*pages, *blank]

@@ -65,6 +65,7 @@ def test_many_random_runs_keep_every_promise() -> None:
     [
         pytest.param(12986, id="reserved room covers the copies that a shifting context makes of a shared prompt"),
         pytest.param(19629, id="a shift whose next token needs a page does not count the dropped one as free"),
+        pytest.param(13833, id="a shift whose dropped pages others hold takes the next token's page at once"),
         pytest.param(23597, id="pages that another is about to move save nothing to one that comes in"),
     ],
 )

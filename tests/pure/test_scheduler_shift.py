@@ -214,7 +214,8 @@ KEYS = tuple(f"page {index}" for index in range(10))
 
 
 def test_a_page_that_another_holds_is_copied_as_it_is_turned() -> None:
-    """Page size 4. Both hold prompt pages 1-5; the first drops 1 and 2 at 24 tokens, so 3-5 are copied to 8-10 and its own 6 is turned."""
+    """Page size 4. Both hold prompt pages 1-5; the first drops 1 and 2 at 24 tokens, so 3-5 are copied to 8-10 and its own 6 is turned.
+    Since 1 and 2 stay the other's, 11 is taken at once for the next token."""
     job = loop(16, page_size=4)
     job.add(0, 21, 20, page_keys=KEYS[:5], shift=ContextShift(24, 0, 8))
     job.run(until=lambda: job.tokens[0] == 1)
@@ -223,7 +224,7 @@ def test_a_page_that_another_holds_is_copied_as_it_is_turned() -> None:
     assert job.scheduler.cached_tokens(1) == 20
     plan = job.step()
     assert plan.shifts == (Shift(0, 0, 8, sources=(3, 4, 5, 6), pages=(8, 9, 10, 6)),)
-    assert plan.tables[0] == TableUpdate(0, 0, (8, 9, 10, 6))
+    assert plan.tables[0] == TableUpdate(0, 0, (8, 9, 10, 6, 11))
     job.run()
     assert job.tokens == {0: 20, 1: 20}
     assert job.scheduler.counters.num_parks == 0
