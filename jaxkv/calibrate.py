@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.engine import Engine
+from jaxkv.errors import ConfigError
 from jaxkv.programs import DecodeBatch, PrefillBatch, example_batches
 from jaxkv.request import SamplingParams
 from jaxkv.scheduler import Chunk, Scheduler
@@ -44,6 +45,10 @@ def calibrate(engine: Engine, repeats: int = 5, say: Say = lambda line: None, te
     """Measure an engine that has nothing else to do; some seconds on a small model. Its rows sample, as requests do that say nothing of it,
     unless `temperature` is 0."""
     assert engine.is_idle, "an engine in use measures its users"
+    if not engine.parts.layout.num_layers:
+        raise ConfigError(
+            f"model.path: {engine.config.model.path} has states and no pages, and the simulator knows pages alone; take another"
+        )
     programs = ProgramTimes(engine, temperature)
     decode, decode_error = fit_decode(programs, repeats)
     prefill, prefill_error = fit_prefill(programs, repeats)

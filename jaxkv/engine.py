@@ -92,8 +92,8 @@ class Engine:
 
     @property
     def capacity(self) -> int:
-        """Usable tokens of the pool."""
-        return self.parts.layout.num_tokens
+        """Usable tokens of the pool; where a sequence is all state, those of all rows."""
+        return self.parts.layout.num_tokens or self.config.scheduler.rows * self.max_len
 
     @property
     def system_fingerprint(self) -> str:

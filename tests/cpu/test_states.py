@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxkv.calibrate import calibrate
 from jaxkv.cargo import state_weight
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError, RequestError
@@ -19,11 +20,12 @@ from tests.cpu import averages, checkpoints, tiny
 LENGTHS = (5, 20, 8, 33, 13, 40)  # chunk is 8: below, across and at its edges
 HYBRID, PURE = (3, (0, 2)), (2, (0, 1))  # state, attention, state; and states alone
 ENGINES: dict[str, dict[str, Any]] = {
-    "hybrid float32 direct": {},
-    "hybrid bfloat16 staged": {"model__dtype": "bfloat16", "transfer__mode": "staged"},
+    "hybrid bfloat16 direct": {"model__dtype": "bfloat16"},
     "pure float32 hold": {"transfer__mode": "hold", "debug__copy_delay_steps": 2},
+    "hybrid float32 staged": {"transfer__mode": "staged"},
     "pure bfloat16 direct": {"model__dtype": "bfloat16"},
 }
+SLOW = ("hybrid float32 staged", "pure bfloat16 direct")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         yield {name: str(averages.write_checkpoint(folder, *shape)) for name, shape in {"hybrid": HYBRID, "pure": PURE}.items()}
 
 
-@pytest.fixture(scope="module", params=list(ENGINES))
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ENGINES])
 def made(request: pytest.FixtureRequest, models: dict[str, str]) -> Iterator[Engine]:
     with tiny.engine(model__path=models[request.param.split()[0]], **ENGINES[request.param]) as engine:
         yield engine
@@ -159,6 +161,15 @@ def test_what_a_state_means_is_said_once_at_load(made: Engine) -> None:
     else:
         assert "no pages: pool.tokens limits nothing, only rows are short" in said
         assert "states of 4 rows" in made.messages[0] and "pool of" not in made.messages[0]
+
+
+def test_a_model_of_states_alone_has_room_for_all_its_rows_and_is_not_calibrated(made: Engine) -> None:
+    if made.parts.layout.num_layers:
+        assert made.capacity == 64
+        return
+    assert (made.capacity, made.status().pool_pages) == (4 * 128, 0)
+    with pytest.raises(ConfigError, match="has states and no pages, and the simulator knows pages alone; take another"):
+        calibrate(made)
 
 
 def test_more_requests_than_rows_wait_for_a_row_and_a_more_urgent_one_parks_another(made: Engine) -> None:
