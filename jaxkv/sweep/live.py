@@ -6,6 +6,7 @@ as it had when it was made, and no weight is loaded again.
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,6 +37,7 @@ KEPT = ("rows", "prefill_chunk")  # fields of the scheduler section that program
 POLICIES = tuple(sorted({field.name for field in fields(SchedulerConfig)} & set(SchedulerSection.model_fields) - set(KEPT)))
 DEBUG = ("planner", "park_every", "park_seed")  # of the debug section, what is the scheduler's
 MAX_NAP_S = 0.05
+WARM_UP_TOKENS = 16
 
 
 class LiveRunner:
@@ -65,6 +67,7 @@ class LiveRunner:
         if self._engine is None or self._made_for != fits:
             self.close()
             self._engine, self._made_for = Engine(config), fits
+            warm_up(self._engine, config)
         renew(self._engine, config)
         return self._engine
 
@@ -90,6 +93,20 @@ def renew(engine: Engine, config: Config) -> None:
     settings = replace(engine.parts.scheduler_config, host_budget_bytes=budget, **policies)
     engine.scheduler = Scheduler(settings, on_drop=engine.parts.transfer.discard)
     engine.stats = EngineStats()
+
+
+def warm_up(engine: Engine, config: Config) -> None:
+    """A few tokens for each request, and parks of all: what is touched for the first time here would slow down the first run alone."""
+    renew(engine, config)
+    engine.scheduler = Scheduler(
+        replace(engine.scheduler.config, admission="optimistic", park_every=WARM_UP_TOKENS // 2), on_drop=engine.parts.transfer.discard
+    )
+    for one in read_calls(engine, config):
+        params = replace(one.body.params, max_tokens=WARM_UP_TOKENS, min_tokens=0, n=1)
+        with suppress(RequestError):  # told in the run itself
+            engine.submit_group(one.body.prompts[0], params)
+    while not engine.is_idle:
+        engine.step()
 
 
 @dataclass(slots=True)

@@ -82,6 +82,7 @@ def test_an_engine_is_made_once_while_only_policies_and_loads_change(folder, mon
     stub = SimpleNamespace(close=lambda: closed.append(made[-1]))
     monkeypatch.setattr(live, "Engine", lambda config: made.append(config) or stub)
     monkeypatch.setattr(live, "renew", lambda engine, config: None)
+    monkeypatch.setattr(live, "warm_up", lambda engine, config: None)
     monkeypatch.setattr(live, "measure", lambda engine, config: len(made))
     plain = load_config("c.yaml").to_dict()
     kept = [{}, {"scheduler.victim": "largest"}, {"workload.num_requests": 2}, {"debug.park_every": 3}, {"request.temperature": 0.5}]
@@ -106,6 +107,17 @@ def test_every_policy_is_the_schedulers_own_or_takes_another_engine():
     assert {"victim", "resume", "admission", "rotate"} < set(live.POLICIES)
     aside = {"copy_delay_steps"}  # the transfer's
     assert set(live.DEBUG) | aside == set(type(config.debug).model_fields)
+
+
+def test_a_new_engine_is_warmed_up_and_nothing_of_it_is_in_the_figures(folder):
+    config = load_config("c.yaml", {"pool.tokens": 64, "sweep.grid": {}, "workload.num_requests": 1})
+    with tiny.engine() as engine:
+        live.warm_up(engine, config)
+        assert engine.is_idle and engine.scheduler.counters.num_parks > 0 and engine.stats.generated_tokens == 16
+        live.renew(engine, config)
+        outcome = live.measure(engine, config)
+        assert (outcome.figures.num_parks, outcome.figures.num_finished) == (0, 1)
+        assert outcome.more["num_decode_steps"] == outcome.lines[0]["num_tokens"] - 1
 
 
 def test_a_fresh_scheduler_has_the_policies_of_the_run_and_parks_as_they_say(folder):
