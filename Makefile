@@ -2,6 +2,7 @@
 # Each sets up what it needs in .venv first, from the exact versions of requirements.lock, and is quick the second time.
 
 VENV ?= .venv
+CLIENTS ?= .venv-clients
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
@@ -39,9 +40,15 @@ test: $(READY) ## the tests; those on real weights are skipped where SmolLM2 can
 test-slow: weights ## the tests that take minutes
 	@$(PYTEST) -m "slow and not accelerator and not clients"
 
-test-clients: $(READY) ## other people's clients against the server (installs the extra clients)
+test-clients: weights ## other people's clients against the server, each in an environment of its own (takes a GB of disk)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements.lock --no-build-isolation --editable '.[clients]'
-	$(PYTEST) tests/clients -m clients
+	for client in 'lm_eval lm-eval[api]==0.4.13' 'llm llm==0.36' 'aiperf aiperf==0.13.0'; do
+	  read -r name package <<< "$$client"
+	  [ -x $(CLIENTS)/$$name/bin/$$name ] && continue
+	  $(BIN)/python -m venv $(CLIENTS)/$$name
+	  $(CLIENTS)/$$name/bin/python -m pip install -qq --disable-pip-version-check "$$package"
+	done
+	JAXKV_CLIENTS=$(CLIENTS) $(PYTEST) tests/clients -m clients
 
 test-browser: $(READY) ## the tests of the web page (needs Chromium and its chromedriver)
 	@$(PYTEST) -m browser
@@ -72,4 +79,4 @@ lock: $(READY) ## write requirements.lock anew from the ranges in pyproject.toml
 	  --no-emit-find-links --no-emit-trusted-host --upgrade --output-file requirements.lock pyproject.toml
 
 clean: ## remove everything that setting up and testing left
-	@rm -rf .venv .venv-latest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-latest .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -11,7 +11,8 @@ Each server is a process of its own, started once; loads take turns:
 * ample: the pool holds everything; half: half of it; rotating: half, and whoever waits `--rotate-s` takes the place of one that runs;
 * half_apart: half, with `--apart` seconds between chats.
 
-Every answer must be the same text as in the ample pool's first round.
+Every answer must be the same text as in the ample pool's first round. With `--chat 1` the streams are chats that name no `max_tokens` and
+end where the model ends them, or where `model.max_len` (prompt + answer) does; the bound is then that of the answers as they were.
 """
 
 import http.client
@@ -34,7 +35,7 @@ from jaxkv.simulate import Costs, Request, simulate
 from jaxkv.simulate.cases import list_cases
 from jaxkv.stats import spread
 
-OPTIONS: dict[str, Any] = {"chats": 4, "prompt": 285, "answer": 512, "apart": 3.0, "rotate_s": 0.5, "pool_share": 0.5}
+OPTIONS: dict[str, Any] = {"chats": 4, "prompt": 285, "answer": 512, "apart": 3.0, "rotate_s": 0.5, "pool_share": 0.5, "chat": 0}
 LOADS = {"ample": "ample", "half": "half", "rotating": "rotating", "half_apart": "half"}  # by name: its server
 READY = re.compile(r"http://127\.0\.0\.1:(\d+)")
 START_S = 300.0
@@ -61,7 +62,8 @@ def measure(setup: Setup) -> dict[str, Any]:
                 say(f"  round {round_ + 1}, {load.name}: {load.walls[-1]:.1f} s, {load.num_tokens / load.walls[-1]:.1f} tokens/s")
     setup.facts["dtype"] = setup.config().model.dtype
     expected = next(load for load in loads if load.name == "ample").texts[0]
-    found = {load.name: load.results(setup, expected) for load in loads}
+    lengths = next(load for load in loads if load.name == "ample").lengths if o.chat else [(o.prompt, o.answer)] * o.chats
+    found = {load.name: load.results(setup, expected, lengths) for load in loads}
     ample_ms = found["ample"]["ms_per_decode_step"]["median"]
     for name, one in found.items():
         one["step_over_ample"] = round(one["ms_per_decode_step"]["median"] / ample_ms, 3)
@@ -128,6 +130,7 @@ class Stream:
     text: str = ""
     reason: str | None = None
     num_tokens: int = 0
+    num_prompt: int = 0
     gaps: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     _was_parked: bool = False
@@ -140,12 +143,12 @@ class Stream:
             return
         body = json.loads(line.removeprefix("data: "))
         if usage := body.get("usage"):
-            self.num_tokens = usage["completion_tokens"]
+            self.num_tokens, self.num_prompt = usage["completion_tokens"], usage["prompt_tokens"]
         for choice in body.get("choices", []):
             self.reason = choice["finish_reason"] or self.reason
-            if choice["text"]:
+            if said := choice["delta"].get("content") if "delta" in choice else choice["text"]:
                 self._note(now)
-                self.text += choice["text"]
+                self.text += said
 
     def _note(self, now: float) -> None:
         if self.first:
@@ -170,6 +173,11 @@ class Load:
         """Of the last round."""
         return sum(stream.num_tokens for stream in self._streams[-1])
 
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Tokens of each prompt and its answer, in the first round."""
+        return [(stream.num_prompt, stream.num_tokens) for stream in self._streams[0]]
+
     def measure(self) -> None:
         """One round."""
         apart = self._options.apart if self.name.endswith("apart") else 0.0
@@ -190,11 +198,10 @@ class Load:
     def _ask(self, i: int, stream: Stream) -> None:
         o = self._options
         time.sleep(max(0.0, stream.begun - time.perf_counter()))
-        prompt = np.random.default_rng(i).integers(1000, 40000, o.prompt).tolist()
-        body = {"prompt": prompt, "seed": i, "temperature": 0.7, "ignore_eos": True, "max_tokens": o.answer}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        path, body = (_chat if o.chat else _completion)(i, o)
+        body |= {"seed": i, "temperature": 0.7, "stream": True, "stream_options": {"include_usage": True}}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         with connection.getresponse() as answer:
             for line in answer:
                 stream.take(line.decode().rstrip("\n"))
@@ -204,10 +211,10 @@ class Load:
         found = _get(self._port, "/metrics")[1]
         return {name: sum(map(float, re.findall(rf"^jaxkv_{name}_total ([\d.e+]+)$", found, re.M))) for name in ("decode_steps", "parks")}
 
-    def results(self, setup: Setup, expected: list[str]) -> dict[str, Any]:
+    def results(self, setup: Setup, expected: list[str], lengths: list[tuple[int, int]]) -> dict[str, Any]:
         """Over all rounds; gaps and pauses over all streams of all rounds."""
         streams = [stream for round_ in self._streams for stream in round_]
-        whole = [stream for stream in streams if stream.reason == "length" and stream.num_tokens == self._options.answer]
+        whole = [s for round_ in self._streams for s, (_, num) in zip(round_, lengths, strict=True) if s.reason and s.num_tokens == num]
         same = sum(found == wanted for round_ in self.texts for found, wanted in zip(round_, expected, strict=True))
         gaps, pauses = [s for stream in streams for s in stream.gaps], [s for stream in streams for s in stream.pauses]
         steps = zip(self.walls, self._steps, strict=True)
@@ -223,19 +230,32 @@ class Load:
             "pause_max_s": round(max(pauses, default=0.0), 2),
             "decode_steps": summary(self._steps, digits=0)["median"],
             "ms_per_decode_step": summary((wall / num for wall, num in steps), 1e3),
-            **self._least_steps(setup),
+            **self._least_steps(setup, lengths),
         }
 
-    def _least_steps(self, setup: Setup) -> dict[str, Any]:
+    def _least_steps(self, setup: Setup, lengths: list[tuple[int, int]]) -> dict[str, Any]:
         """What no engine gets below, and what this scheduler takes where copies are free."""
-        o, apart = self._options, self._options.apart if self.name.endswith("apart") else 0.0
-        cells = o.chats * sum(o.prompt + made for made in range(1, o.answer))
+        apart = self._options.apart if self.name.endswith("apart") else 0.0
+        cells = sum(prompt + made for prompt, answer in lengths for made in range(1, answer))
         case = list_cases(setup.config({**self._fields, "sweep.grid": {}}))[0]
-        requests = [Request(i * apart, o.prompt, o.answer, o.answer) for i in range(o.chats)]
+        requests = [Request(i * apart, prompt, answer, answer) for i, (prompt, answer) in enumerate(lengths)]
         free = Costs(copy_s=0.0, land_s=0.0, token_bytes=case.costs.token_bytes)
         result, _ = simulate(case.settings, requests, free, case.num_staging)
-        bound = max(o.answer - 1, -(-cells // self._fields["pool.tokens"]))
+        bound = max(max(answer for _, answer in lengths) - 1, -(-cells // self._fields["pool.tokens"]))
         return {"bound_steps": None if apart else bound, "free_parks_steps": result.num_steps}
+
+
+def _completion(i: int, options: Any) -> tuple[str, dict[str, Any]]:
+    """Token ids without meaning, and exactly so many tokens after them."""
+    prompt = np.random.default_rng(i).integers(1000, 40000, options.prompt).tolist()
+    return "/v1/completions", {"prompt": prompt, "ignore_eos": True, "max_tokens": options.answer}
+
+
+def _chat(i: int, options: Any) -> tuple[str, dict[str, Any]]:
+    """A wish for a long story with words in it to make the prompt nearly as long as asked, and no word about the answer's length."""
+    words = " ".join(["ship", "river", "stone", "night"][(i + k) % 4] for k in range(max(1, options.prompt - 80)))
+    wish = f"Write story number {i}, a very long one with many chapters, about these words: {words}"
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": wish}]}
 
 
 if __name__ == "__main__":

@@ -133,6 +133,8 @@ def test_as_many_chats_run_as_the_browser_has_connections_and_the_others_wait(wi
         window.until(lambda: window.texts(".state")[10] == "stopped")
         window.click(".chat .stop")
         window.until(lambda: window.texts(".state")[11] == "running" and engine.num_live == 10)
+        window.click("#stop-all")
+        window.until(lambda: set(window.texts(".state")) == {"stopped"} and engine.num_live == 0)
 
     visit(window, many, engine=ServedFake(rows=16, step_s=0.02))
 

@@ -1,4 +1,4 @@
-"""A server around the tiny engine, on a socket of its own: what the tests of the server with a real engine share."""
+"""A server around an engine, the tiny one mostly, on a socket of its own: what the tests of the server with a real engine share."""
 
 import asyncio
 import time
@@ -17,11 +17,13 @@ from tests.serving import until
 
 
 def serve(talk, step_s=0.0, **fields):
-    """Run `talk(http, service)` beside a server over the tiny engine, which rests so long after each step; what it returns.
+    """Run `talk(http, service)` beside a server over the tiny engine, which rests so long after each step; what it returns."""
+    return serve_engine(config(**fields), talk, step_s)
 
-    The scheduler's books are checked after every step.
-    """
-    settings, meter = config(**fields), Meter()
+
+def serve_engine(settings, talk, step_s=0.0):
+    """The same over an engine of any configuration. The scheduler's books are checked after every step."""
+    meter = Meter()
 
     def on_step(engine):
         meter.take(engine)
