@@ -83,7 +83,8 @@ def test_an_operators_park_is_a_long_pause_and_changes_no_byte():
         )
         assert await stream(http, bodies()[1])  # nobody waits behind it
         assert (await http.post(url + "restore", headers=boss)).status_code == 200
-        figures = (await http.get("/metrics")).text
+        while 'jaxkv_restores_by_kind_total{kind="copied"} 1.0' not in (figures := (await http.get("/metrics")).text):
+            await asyncio.sleep(0.005)
         return quiet, await asking, figures
 
     quiet, parked, figures = serve(talk, step_s=0.02, pool__tokens=NEED // 2)
