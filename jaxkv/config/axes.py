@@ -1,6 +1,7 @@
 """What a sweep varies: every combination of its grid's values with every line of its zip. Knows no engine, runs nothing."""
 
 import itertools
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,12 @@ def combinations(sweep: SweepSection) -> list[dict[str, Any]]:
         raise ConfigError(f"sweep.zip: its lists go together, value by value, and must be of one length: {told}")
     lines: list[dict[str, Any]] = [dict(zip(zipped, values, strict=True)) for values in zip(*zipped.values(), strict=True)] or [{}]
     products = (dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
-    return [{**one, **line} for one in products for line in lines]
+    found = [{**one, **line} for one in products for line in lines]
+    words = [json.dumps(values, sort_keys=True, default=str) for values in found]
+    if len(set(words)) < len(words):
+        again = next(values for place, values in enumerate(found) if words[place] in words[:place])
+        raise ConfigError(f"sweep: the case {case_name(again)} stands twice; take one out, or ask for more sweep.repeats")
+    return found
 
 
 def _axes(kind: str, given: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:

@@ -62,9 +62,10 @@ class SweepFolder:
         return RunFolder(found[0] if found else self.path / RUNS / run.folder)
 
     def is_finished(self, run: Run) -> bool:
-        """Whether it needs nothing more."""
-        manifest = self.of(run).manifest()
-        return manifest is not None and manifest["status"] == "finished" and manifest["key"] == run.key
+        """Whether it needs nothing more: its manifest says so, and its files can still be read."""
+        folder = self.of(run)
+        manifest = folder.manifest()
+        return manifest is not None and manifest["status"] == "finished" and manifest["key"] == run.key and folder.is_whole()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,19 @@ class RunFolder:
         write_json(self.path / MANIFEST, {**manifest, "status": "failed", "error": error})
 
     def manifest(self) -> dict[str, Any] | None:
-        """None where it was never begun, or a kill left half of it."""
+        """None where it was never begun, or what is there is no manifest."""
         try:
-            found: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            found = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return found
+        return found if isinstance(found, dict) and {"status", "key"} <= found.keys() else None
+
+    def is_whole(self) -> bool:
+        """Whether what a finished run leaves is there; somebody may have taken or damaged a file."""
+        try:
+            return isinstance(self.summary(), dict) and all((self.path / name).is_file() for name in ("outputs.jsonl", "timeline.json"))
+        except (OSError, ValueError):
+            return False
 
     def summary(self) -> dict[str, Any]:
         """Its figures."""

@@ -49,6 +49,8 @@ def collect(folder: SweepFolder, runs: Sequence[Run]) -> list[Row]:
         manifest = of.manifest()
         if manifest is None or manifest["key"] != run.key or manifest["status"] == "started":
             continue
+        if manifest["status"] == "finished" and not of.is_whole():
+            continue
         row = {name: manifest.get(name) for name in FIRST} | {"case": dict(run.values), "run": of.path.name}
         if manifest["status"] == "finished":
             row |= {name: value for name, value in of.summary().items() if name != "schema_version"}

@@ -91,6 +91,10 @@ def test_folders_are_named_after_the_case():
             "sweep: nothing is varied: give fields lists of values under sweep.grid or sweep.zip; for one run as it is, "
             "--sweep.grid '{workload.seed: [0]}'",
         ),
+        (
+            ["--sweep.grid", "{scheduler.victim: [smallest, largest, smallest]}"],
+            "sweep: the case victim smallest stands twice; take one out, or ask for more sweep.repeats",
+        ),
         (["--sweep.grid", "{scheduler.victim: []}"], "sweep.grid: scheduler.victim has no values; name some, or leave it out"),
         (
             ["--sweep.zip", "{scheduler.victim: [oldest]}"],
@@ -200,6 +204,23 @@ def test_an_interrupted_sweep_keeps_what_is_finished_and_goes_on(folder, capsys,
     assert sorted(manifest["status"] for manifest in manifests().values()) == ["finished", "finished", "started"]
     assert sweep() == 0
     assert len(made) == 5 and len(read_results(Path("out"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("summary.json", '{"x'), ("summary.json", None), ("outputs.jsonl", None), ("manifest.json", "[1]"), ("manifest.json", "{}")],
+)
+def test_a_finished_run_with_a_damaged_or_missing_file_is_made_again(folder, capsys, file, content):
+    assert sweep() == 0
+    before = Path("out/results.jsonl").read_text()
+    damaged = sorted(Path("out/runs").iterdir())[0] / file
+    damaged.unlink()
+    if content is not None:
+        damaged.write_text(content)
+    capsys.readouterr()
+    assert sweep() == 0
+    assert "sweep: 3 of 4 runs are finished already\n" in capsys.readouterr().err
+    assert Path("out/results.jsonl").read_text() == before
 
 
 def test_parts_of_a_sweep_make_each_run_once_and_the_results_are_of_all(folder, monkeypatch):
