@@ -28,7 +28,8 @@ EXIT_DONE, EXIT_SOME_FAILED = 0, 3
 class Args:
     """Run every case of the sweep section with every seed, compared ones in turns. The same command again does only what is missing.
 
-    Exit codes: 0 all runs are finished, 3 some failed, 130 interrupted (finished runs are kept), 2 something to correct first.
+    Exit codes: 0 all runs are finished (with --shard, those of this part), 3 some failed, 130 interrupted (finished runs are kept), 2
+    something to correct first.
     """
 
     config: Annotated[Positional[Path], arg(help="a configuration, such as configs/policies.yaml")]
@@ -57,13 +58,14 @@ def run(words: Sequence[str]) -> int:
         print(estimate(mine, SweepFolder(path)))
         return EXIT_DONE
     folder = SweepFolder.open(path, config, args.simulate)
-    missing = [one for one in mine if not folder.is_finished(one)]
-    if len(missing) < len(mine):
-        print(f"sweep: {len(mine) - len(missing)} of {len(mine)} runs are finished already", file=sys.stderr)
-    try:
-        make_with_bar(missing, folder)
-    finally:
-        failed = tell(folder, runs)
+    with folder.held(f"{shard.index}-{shard.count}"):
+        missing = [one for one in mine if not folder.is_finished(one)]
+        if len(missing) < len(mine):
+            print(f"sweep: {len(mine) - len(missing)} of {len(mine)} runs are finished already", file=sys.stderr)
+        try:
+            make_with_bar(missing, folder)
+        finally:
+            failed = tell(folder, runs)
     return EXIT_SOME_FAILED if failed else EXIT_DONE
 
 

@@ -11,8 +11,10 @@
 A run is finished when its manifest says so, which is written last and at once. A killed one is begun again.
 """
 
+import fcntl
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,20 @@ class SweepFolder:
                 raise ConfigError(f"--output {path}: holds {before} runs, these are {kind}; choose another folder")
         elif path.is_dir() and any(path.iterdir()):
             raise ConfigError(f"--output {path}: is not empty and no sweep's folder, since it has no {SWEEP}; choose another")
+
+    @contextmanager
+    def held(self, part: str) -> Iterator[None]:
+        """While a part of the sweep is made, nobody else makes the same part; ConfigError where somebody does."""
+        with (self.path / f".part-{part}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"--output {self.path}: another sweep makes these runs just now; wait for it, or choose another folder"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
 
     def of(self, run: Run) -> "RunFolder":
         """The folder of a run, known by its key."""

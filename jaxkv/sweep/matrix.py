@@ -78,7 +78,9 @@ def input_sha256(config: Config) -> str:
 
 def config_sha256(config: Config) -> str:
     """Over what matters for a run."""
-    return _sha256({name: part for name, part in config.to_dict().items() if name not in ASIDE})
+    found = {name: part for name, part in config.to_dict().items() if name not in ASIDE}
+    found["simulate"] = {name: value for name, value in found["simulate"].items() if name != "processes"}
+    return _sha256(found)
 
 
 def _key(config: Config, digest: str, repeat: int, is_simulated: bool) -> str:

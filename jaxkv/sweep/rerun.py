@@ -17,6 +17,7 @@ from jaxkv.sweep.matrix import SCHEMA_VERSION, Run, config_sha256, input_sha256
 
 COMPARED = ("jaxkv_version", "commit", "versions", "python", "xla_flags", "machine", "devices", "fingerprint_facts", "costs")
 PASSING = ("machine.available_memory_mib", "machine.load_average")  # of the moment: no answer depends on them
+NEEDED = frozenset({"status", "key", "kind", "case", "seed", "repeat", "config_sha256", "input_sha256"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,10 @@ def read_run(path: Path) -> tuple[RunFolder, dict[str, Any], Config]:
     if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
         written = manifest.get("schema_version") if isinstance(manifest, dict) else None
         raise ConfigError(f"{file}: its schema_version is {written}, this one reads {SCHEMA_VERSION}; use the version that wrote it")
-    if manifest["status"] != "finished":
+    if manifest.get("status") in ("started", "failed"):
         raise ConfigError(f"{file}: the run is {manifest['status']}, so there is nothing to compare with")
+    if missing := NEEDED - manifest.keys():
+        raise ConfigError(f"{file}: {', '.join(sorted(missing))} missing, so it is no manifest of a run")
     config = resolve_config(folder.path / "config.yaml", environ={}).config
     if config_sha256(config) != manifest["config_sha256"]:
         raise ConfigError(

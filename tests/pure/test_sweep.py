@@ -10,7 +10,7 @@ from jaxkv.cli.main import main
 from jaxkv.config import load_config
 from jaxkv.errors import ConfigError
 from jaxkv.sweep import loop
-from jaxkv.sweep.folder import read_sweep
+from jaxkv.sweep.folder import SweepFolder, read_sweep
 from jaxkv.sweep.matrix import list_runs
 from jaxkv.sweep.results import read_results
 from jaxkv.sweep.simulated import run_simulated
@@ -65,7 +65,7 @@ def test_cases_take_turns_and_every_round_begins_with_another():
 
 def test_a_run_is_known_by_what_it_does_and_by_nothing_else(tmp_path):
     keys = [run.key for run in runs()]
-    assert [run.key for run in runs(log__level="debug", server__port=1)] == keys
+    assert [run.key for run in runs(log__level="debug", server__port=1, simulate__processes=2)] == keys
     assert set(keys).isdisjoint(run.key for run in runs(pool__tokens=1024))
     assert set(keys).isdisjoint(run.key for run in runs(simulated=False))
     wider = runs(sweep__grid={"scheduler.victim": ["youngest", "smallest"]}, sweep__seeds=3)
@@ -230,6 +230,17 @@ def test_parts_of_a_sweep_make_each_run_once_and_the_results_are_of_all(folder, 
     assert len(read_results(Path("out"))) == 2
     assert sweep("--shard", "2/3") == sweep("--shard", "3/3") == 0
     assert len(made) == 4 and len(read_results(Path("out"))) == 4
+
+
+def test_two_sweeps_do_not_make_the_same_runs_at_once_and_two_parts_may(folder, capsys):
+    assert sweep("--shard", "1/3") == 0
+    capsys.readouterr()
+    with SweepFolder(Path("out")).held("1-1"):
+        assert sweep() == 2
+        told = "another sweep makes these runs just now; wait for it, or choose another folder"
+        assert capsys.readouterr().err == f"jaxkv: error: --output out: {told}\n"
+        assert sweep("--shard", "2/3") == 0
+    assert sweep() == 0 and len(read_results(Path("out"))) == 4
 
 
 def test_several_processes_leave_the_same_results(folder):

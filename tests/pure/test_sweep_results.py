@@ -228,6 +228,10 @@ def test_another_outcome_names_the_first_sequence_that_differs(swept, capsys, mo
             "{run}/manifest.json: the run is failed, so there is nothing to compare with",
         ),
         (
+            lambda run: (run / "manifest.json").write_text('{"schema_version": 1, "key": "k", "kind": "simulated", "case": {}, "seed": 0}'),
+            "{run}/manifest.json: config_sha256, input_sha256, repeat, status missing, so it is no manifest of a run",
+        ),
+        (
             lambda run: (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("rows: 8", "rows: 7")),
             "{run}/config.yaml is not what the run was made with: its config_sha256 is another than in manifest.json",
         ),
