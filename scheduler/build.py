@@ -4,6 +4,7 @@ from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.fork import plan_forks
 from jaxkv.scheduler.need import chunk_len, has_next_cell, missing_pages
 from jaxkv.scheduler.plan import DecodeRow, PrefillChunk, TableUpdate
+from jaxkv.scheduler.returns import first_in_line
 from jaxkv.scheduler.sequence import AWAY, Sequence, State
 
 
@@ -64,7 +65,11 @@ def put_off(books: Books, turn: Turn) -> None:
 
 
 def nobody_minds(books: Books, turn: Turn) -> bool:
-    """Whether all who would decode are patient, and nobody's return or shift waits for pages: tokens are what brings those back."""
+    """Whether all who would decode are patient, and so is whoever is next in line, for whom the last token of one of them may make a place;
+    and nobody's return or shift waits for pages: tokens are what brings those back."""
+    head = first_in_line(books)
+    if head is not None and not head.is_patient:
+        return False
     is_crowded = books.parked.first is not None or any(seq.state in AWAY or seq.shift is not None for seq in books.residents)
     return not is_crowded and all(books.sequences[row.seq_id].is_patient for row in turn.decode)
 

@@ -52,6 +52,15 @@ def test_patient_ones_wait_again_when_the_impatient_one_has_gone() -> None:
     assert steps(job, 2) == [(2, []), (2, [])]
 
 
+def test_tokens_go_on_while_an_impatient_one_waits_for_a_row_that_the_last_of_them_will_free() -> None:
+    job = loop(rows=2)
+    job.add(0, 8, 2, is_patient=True)
+    job.add(1, 100, 5, is_patient=True)
+    assert steps(job, 2) == [(0, []), (1, [])]
+    job.add(2, 8, 5, priority=-10)
+    assert steps(job, 2) == [(1, [0]), (2, [])]
+
+
 def test_an_impatient_newcomer_ends_the_burst_as_soon_as_it_has_a_token_to_wait_for() -> None:
     job = loop()
     job.add(0, 8, 50, is_patient=True)
