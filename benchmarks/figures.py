@@ -6,14 +6,15 @@ Knows no benchmark and no engine.
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxkv import provenance
+from jaxkv.provenance import has_changes, versions
+
 T = TypeVar("T")
+__all__ = ["has_changes", "machine", "median_s", "numbers", "say", "summary", "text", "timed", "turns", "versions"]
 
 
 def say(text: str) -> None:
@@ -63,40 +64,5 @@ def turns(items: Sequence[T], round_: int) -> list[T]:
 
 def machine() -> dict[str, Any]:
     """The machine without its accelerators, and how busy it was with something else, or with this, at the end."""
-    model = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    return {
-        "cpu": model,
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_average": round(os.getloadavg()[0], 2),
-        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-    }
-
-
-def has_changes() -> bool | None:
-    """Whether the checkout differs from its commit; None outside of one."""
-    here = Path(__file__).resolve().parent
-    try:
-        command = ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"]
-        return bool(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip())
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Those of the packages that are installed."""
-    return {name: found for name in packages if (found := _version(name))}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
+    memory_gib = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    return {**provenance.machine(), "memory_gib": memory_gib, "python": platform.python_version()}

@@ -159,7 +159,8 @@ class TransferSettings:
 class Transfer:
     """Owns what lies in host memory and the copies in flight. `pool` is the one holder of the pool's arrays; what comes back replaces them.
 
-    Host memory that nobody needs any more is left for the next parks in direct mode: no more than may be in flight.
+    Host memory that nobody needs any more is left for the next parks in direct mode: no more than may be in flight, of pages and
+    of states each.
     """
 
     def __init__(self, pool: PoolHolder, layout: PoolLayout, host: HostMemory, settings: TransferSettings) -> None:

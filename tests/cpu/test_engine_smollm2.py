@@ -16,20 +16,11 @@ from jaxkv.engine import Engine
 from jaxkv.models import dense_logits
 from jaxkv.request import SamplingParams
 from tests.cpu import tiny
+from tests.cpu.questions import QUESTIONS
 
 pytestmark = pytest.mark.weights
 
 REFERENCE = Path(__file__).parent.parent / "fixtures" / "smollm2_ref.json"
-QUESTIONS = (
-    "What is the capital of France?",
-    "Tell me about the ocean.",
-    "Name three colours.",
-    "Why is the sky blue?",
-    "Write a haiku about rain.",
-    "What is gravity?",
-    "Give me a recipe for pancakes.",
-    "Who wrote Romeo and Juliet?",
-)
 
 
 def config(path: Path, **sections: dict[str, Any]) -> Config:

@@ -9,21 +9,12 @@ import random
 import pytest
 
 from jaxkv.config import load_config
+from tests.cpu.questions import QUESTIONS
 from tests.cpu.served import serve_engine
 from tests.serving import chat, events
 
 pytestmark = pytest.mark.weights
 CHAT = "/v1/chat/completions"
-QUESTIONS = (
-    "What is the capital of France?",
-    "Tell me about the ocean.",
-    "Name three colours.",
-    "Why is the sky blue?",
-    "Write a haiku about rain.",
-    "What is gravity?",
-    "Give me a recipe for pancakes.",
-    "Who wrote Romeo and Juliet?",
-)
 
 
 def bodies(num, **fields):

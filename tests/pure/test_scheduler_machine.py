@@ -35,10 +35,10 @@ def run_named(seed: int, *, states: bool = False) -> Counter[str]:
 
 def test_random_runs_keep_every_promise() -> None:
     totals: Counter[str] = Counter()
-    for seed in range(1000):
+    for seed in range(1100):
         totals += run_named(seed)
     # Runs that nothing happens in prove nothing: each kind of event is there in numbers.
-    few = {name: totals[name] for name in COUNTED if totals[name] < (20 if name in RARE else 70)}
+    few = {name: totals[name] for name in COUNTED if totals[name] < (20 if name in RARE else 80)}
     assert not few, f"{few} of {totals}"
 
 
