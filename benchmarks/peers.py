@@ -3,7 +3,8 @@
 What to expect. All must read the same weights in every step and do the same products, so the ceiling is the same for all. One peer is
 transformers' own continuous batching, `generate_batch`, in an ample cache, in one that holds half of the demand, and in that one with
 `cpu_offload_space`, which keeps what does not fit in host memory; without it, a request that does not fit is computed again later. We run
-in the same two pools. Sharing of prefixes is off and every answer is greedy and of equal length.
+in the same two pools. The job is the configuration's `workload`, all of it at once, with answers of one length; sharing of prefixes is off
+and every answer is greedy.
 
 The other peer is llama.cpp's server, one slot a request and one cache for all slots, in the same two sizes. It ends what does not fit.
 
@@ -18,23 +19,25 @@ Needs the extra `peers`: pip install 'jaxkv[peers]'
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from ceilings import parameters
-from common import Setup, endless, random_prompt, run, say, settle, summary, text, timed, turns
+from common import Setup, endless, run, say, settle, summary, text, timed, turns
 from peer_llama import LlamaCpp
 
+from jaxkv.config import Config
 from jaxkv.engine import Engine
-from jaxkv.errors import JaxkvError
+from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.extras import require_extra
 from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.models.load_hf_names import tensor_names
 from jaxkv.summary import pressure_numbers
+from jaxkv.workload.bodies import make_calls
+from jaxkv.workload.draw import draw
 
 OPTIONS: dict[str, Any] = {
-    "prompt": 64,
-    "answer": 96,
     "offload_gib": 2.0,
     "page_size": 16,  # of transformers' cache
     "llama_threads": 0,  # 0: as many as there are processors
@@ -44,20 +47,49 @@ Work = Callable[[Answers], Answers]  # prompts in, answers out
 AMPLE, TIGHT, OFFLOAD, STATIC = "ample", "tight", "tight_offload", "static_batch"
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all are asked: so many tokens of answer for each prompt of the workload."""
+
+    lengths: list[int]  # of the prompts, in tokens
+    answer: int
+    demand: int  # cells in whole pages, if all run at once
+
+    def prompts(self, config: Config, vocab_size: int) -> Answers:
+        """As token ids."""
+        return [call.body["prompt"] for call in make_calls(config, vocab_size)]
+
+
+def read_job(config: Config) -> Job:
+    """The workload as something that every peer can be asked; ConfigError for one that is not."""
+    requests, page = draw(config.workload, config.workload.seed), config.pool.page_size
+    answers = sorted({request.answer_len for request in requests})
+    if len(answers) > 1:
+        raise ConfigError(
+            f"workload: got answers of {answers[0]} to {answers[-1]} tokens, allowed here: one length for all, since transformers' "
+            "generate_batch takes one; set workload.lengths to fixed, as configs/peers.yaml does"
+        )
+    if any(request.text is not None or request.n > 1 or request.is_cancelled for request in requests):
+        raise ConfigError(
+            "workload: got prompts from files, groups or cancels, allowed here: generated prompts with one answer each, which is waited for"
+        )
+    lengths = [request.prompt_len for request in requests]
+    return Job(lengths, answers[0], sum(-(-(length + answers[0]) // page) * page for length in lengths))
+
+
 def measure(setup: Setup) -> dict[str, Any]:
     """All figures, by system and pool."""
     require_extra("peers", "transformers")
     require_extra("peers", "torch")
     require_extra("peers", "xllamacpp")
-    o, rows = setup.options, setup.config().scheduler.rows
-    page = setup.config().pool.page_size
-    demand = rows * -(-(o.prompt + o.answer) // page) * page
-    pools = {AMPLE: 2 * demand, TIGHT: demand // 2}
+    o, job = setup.options, read_job(setup.config())
+    rows, answer = setup.config().scheduler.rows, job.answer
+    pools = {AMPLE: 2 * job.demand, TIGHT: job.demand // 2}
     fields = {name: {"pool.tokens": size, "model.dtype": "float32"} for name, size in pools.items()}
     with setup.engines(fields) as engines, ExitStack() as stack:
-        prompts = [random_prompt(engines[AMPLE], o.prompt, seed) for seed in range(rows)]
-        peer = Peer(engines[AMPLE], o)
-        works: dict[tuple[str, str], Work] = {("jaxkv", name): _ours(engine, o.answer) for name, engine in engines.items()}
+        prompts = job.prompts(setup.config(), engines[AMPLE].model_config.vocab_size)
+        peer = Peer(engines[AMPLE], o, job)
+        works: dict[tuple[str, str], Work] = {("jaxkv", name): _ours(engine, answer) for name, engine in engines.items()}
         works |= {("transformers", name): work for name, work in peer.works(pools).items()}
         for key, work in list(works.items()):
             if reason := _refusal(work, prompts):
@@ -68,7 +100,7 @@ def measure(setup: Setup) -> dict[str, Any]:
             works["transformers", STATIC] = peer.static
         config = setup.config()
         llama = stack.enter_context(LlamaCpp(resolve_model_path(config.model.path, cache_folder(config.run.cache_dir)), o.llama_threads))
-        works |= {("llama.cpp", name): llama.work(size, rows, o.answer) for name, size in pools.items()}
+        works |= {("llama.cpp", name): llama.work(size, rows, answer) for name, size in pools.items()}
         call_s = peer.call_s(pools[AMPLE], prompts[0])
         alone = {system: _alone(next(work for key, work in works.items() if key[0] == system), prompts) for system, _ in works}
         rates: dict[tuple[str, str], list[float]] = {key: [] for key in works}
@@ -78,26 +110,28 @@ def measure(setup: Setup) -> dict[str, Any]:
                 answers: Answers = []
                 seconds = timed(lambda key=key, answers=answers: answers.extend(works[key](prompts)))  # type: ignore[misc]
                 rates[key].append(sum(map(len, answers)) / seconds)
-                whole[key] += sum(len(a) == o.answer for a in answers)
-                equal[key] += sum(a == b and len(a) == o.answer for a, b in zip(answers, alone[key[0]], strict=True))
+                whole[key] += sum(len(a) == answer for a in answers)
+                equal[key] += sum(a == b and len(a) == answer for a, b in zip(answers, alone[key[0]], strict=True))
                 say(f"  round {round_ + 1}, {' '.join(key)}: {rates[key][-1]:.1f} tokens/s")
         speeds = {key: summary(values, digits=2) for key, values in rates.items()}
         parks = pressure_numbers(engines[TIGHT])["num_parks"]
     for key, speed in speeds.items():
-        num = rows * setup.rounds
+        num = len(prompts) * setup.rounds
         say(f"{' '.join(key)}: {text(speed, 'tokens/s')}, {whole[key]} of {num} answers whole, {equal[key]} as when alone")
     ours, theirs = speeds["jaxkv", AMPLE]["median"], speeds.get(("transformers", AMPLE), speeds.get(("transformers", STATIC)))
     assert theirs is not None
     return {
-        "requests": rows,
-        "prompt_tokens": o.prompt,
-        "answer_tokens": o.answer,
+        "requests": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "answer_tokens": answer * len(prompts),
         "pool_tokens": pools,
         "tokens_per_s": {" ".join(key): speed for key, speed in speeds.items()},
-        "whole": {" ".join(key): f"{num} of {rows * setup.rounds}" for key, num in whole.items()},
-        "equal_to_alone": {" ".join(key): f"{num} of {rows * setup.rounds}" for key, num in equal.items()},
+        "whole": {" ".join(key): f"{num} of {len(prompts) * setup.rounds}" for key, num in whole.items()},
+        "equal_to_alone": {" ".join(key): f"{num} of {len(prompts) * setup.rounds}" for key, num in equal.items()},
         "jaxkv_over_transformers": round(ours / theirs["median"], 2),
-        "jaxkv_over_transformers_less_call": round(ours / (theirs["median"] / (1 - call_s * theirs["median"] / (rows * o.answer))), 2),
+        "jaxkv_over_transformers_less_call": round(
+            ours / (theirs["median"] / (1 - call_s * theirs["median"] / (len(prompts) * answer))), 2
+        ),
         "jaxkv_over_llama_cpp": round(ours / speeds["llama.cpp", AMPLE]["median"], 2),
         "llama_cpp_errors": sorted(llama.errors),
         "transformers_call_s": round(call_s, 3),
@@ -141,8 +175,8 @@ def _refusal(work: Work, prompts: Answers) -> str | None:
 class Peer:
     """The same model in transformers, with the very same weights."""
 
-    def __init__(self, engine: Engine, options: Any) -> None:
-        self._options = options
+    def __init__(self, engine: Engine, options: Any, job: Job) -> None:
+        self._options, self._job = options, job
         self._transformers = require_extra("peers", "transformers")
         self._torch = require_extra("peers", "torch")
         self._transformers.logging.set_verbosity_error()
@@ -168,19 +202,23 @@ class Peer:
 
     def static(self, prompts: Answers) -> Answers:
         """One batch of equal prompts from beginning to end, without paging."""
+        if len(set(map(len, prompts))) > 1:
+            raise JaxkvError(
+                "generate_batch does not run here, and what stands in for it takes prompts of one length: set workload.lengths to fixed"
+            )
         tokens = self._torch.tensor(prompts)
         with self._torch.inference_mode():
             found = self._model.generate(
-                tokens, generation_config=self._generation(self._options.answer), attention_mask=self._torch.ones_like(tokens)
+                tokens, generation_config=self._generation(self._job.answer), attention_mask=self._torch.ones_like(tokens)
             )
         return [row[len(prompts[0]) :].tolist() for row in found]
 
     def _continuous(self, pool_tokens: int, offload_gib: float, answer: int | None = None) -> Work:
-        o, answer = self._options, answer or self._options.answer
+        o, answer = self._options, answer or self._job.answer
         config = self._transformers.ContinuousBatchingConfig(
             page_size=o.page_size,
             num_blocks=pool_tokens // o.page_size,
-            max_batch_tokens=max(256, o.prompt),
+            max_batch_tokens=max(256, *self._job.lengths),
             allow_block_sharing=False,
             cpu_offload_space=offload_gib,
             seed=0,

@@ -158,6 +158,12 @@ PEERS = {
 }  # fmt: skip
 
 
+SMALL_WORKLOAD = [
+    *("--workload.lengths", "fixed", "--workload.num_requests", "3", "--workload.prompt_len_min", "8", "--workload.prompt_len_max", "8"),
+    *("--workload.answer_len_min", "8", "--workload.answer_len_max", "8"),
+]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is not None, reason="the extra peers is installed")
 def test_peers_names_the_extra_it_needs(config: Path) -> None:
     done = run("peers", config)
@@ -168,7 +174,7 @@ def test_peers_names_the_extra_it_needs(config: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra peers")
 def test_the_peer_gives_the_same_first_tokens(config: Path) -> None:
-    found = results("peers", config, *SMALL_PROMPTS)
+    found = results("peers", config, *SMALL_WORKLOAD)
     assert found.keys() == HEADER | PEERS
     assert found["same_first_tokens"] == found["requests"]
     assert found["equal_to_alone"]["jaxkv tight"] == "3 of 3"
