@@ -29,7 +29,7 @@ from jaxkv.prefix import page_keys
 from jaxkv.recover import recover
 from jaxkv.request import Completion, SamplingParams
 from jaxkv.rows import Rows
-from jaxkv.scheduler import ContextShift, DoesNotFit, Scheduler
+from jaxkv.scheduler import ContextShift, DoesNotFit, Scheduler, pool_cells
 from jaxkv.shifting import asked_shift
 from jaxkv.startup import OnStage, start
 from jaxkv.stats import EngineStats
@@ -94,6 +94,12 @@ class Engine:
     def capacity(self) -> int:
         """Usable tokens of the pool; where a sequence is all state, those of all rows."""
         return self.parts.layout.num_tokens or self.config.scheduler.rows * self.max_len
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that the empty pool has room for, whatever the model's own limit."""
+        settings = self.parts.scheduler_config
+        return self.capacity if settings.window is None else pool_cells(settings, settings.prefill_chunk)
 
     @property
     def system_fingerprint(self) -> str:
@@ -162,7 +168,7 @@ class Engine:
         banned = check_request(prompt, params, self.model_config.vocab_size, self.parts.checkpoint.eos_ids)
         shift = asked_shift(params, self.parts.scheduler_config, is_possible=self.parts.programs.rotate is not None)
         group, now, tokens = Group(), time.perf_counter(), np.array(prompt, np.int32)
-        shares = not self.parts.layout.states  # pages alone are of no use where there are states
+        shares = not self.parts.layout.states or self.parts.layout.snapshots > 0  # pages alone are of no use where there are states
         is_cached = shares and self.config.pool.prefix_cache and params.cache_prompt
         guides = [self.guides.start(params, banned) for _ in range(params.n)]
         facts: dict[str, Any] = {"page_size": self.parts.layout.page_size, "fingerprint": self.parts.fingerprint}
@@ -247,7 +253,7 @@ class Engine:
         for sequence in list(self.sequences.values()):
             self.cancel(sequence.handle)
         self.parts.transfer.drain()
-        self.parts.pool.arrays = []
+        self.parts.pool.arrays, self.parts.pool.snapshots = [], []
         gc.collect()
 
     # One step

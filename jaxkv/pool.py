@@ -60,6 +60,8 @@ class PoolLayout:
     storage: str  # how its bits are kept: uint16 for bfloat16 on CPU, else the same
     states: tuple[tuple[StateArray, ...], ...] = ()  # of each layer that has a state
     rows: int = 0  # slots for them
+    snapshots: int = 0  # and for those that are kept
+    window: int | None = None  # tokens that the layer sees that sees most; None: all
 
     @property
     def state_bytes(self) -> int:
@@ -89,8 +91,8 @@ class PoolLayout:
 
     @property
     def states_bytes(self) -> int:
-        """Device bytes of all slots for states."""
-        return self.rows * self.state_bytes
+        """Device bytes of all slots for states, kept ones included."""
+        return (self.rows + self.snapshots) * self.state_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -115,11 +117,17 @@ def allocate(layout: PoolLayout, mesh: Mesh) -> PoolArrays:
     def zeros() -> Array:
         return jnp.zeros(shape, layout.storage, device=sharding)
 
-    def state_zeros(array: StateArray) -> Array:
-        return jnp.zeros((layout.rows, *array.shape), array.storage, device=array.sharding(mesh))
-
     pages: PoolArrays = [(zeros(), zeros()) for _ in range(layout.num_layers)]
-    return [*pages, *(tuple(map(state_zeros, layer)) for layer in layout.states)]
+    return [*pages, *allocate_states(layout, mesh, layout.rows)]
+
+
+def allocate_states(layout: PoolLayout, mesh: Mesh, num_slots: int) -> PoolArrays:
+    """So many slots for states, of zeros."""
+
+    def zeros(array: StateArray) -> Array:
+        return jnp.zeros((num_slots, *array.shape), array.storage, device=array.sharding(mesh))
+
+    return [tuple(map(zeros, layer)) for layer in layout.states]
 
 
 def state_shardings(layout: PoolLayout, mesh: Mesh, *, batched: bool = True) -> list[Any]:
@@ -127,11 +135,12 @@ def state_shardings(layout: PoolLayout, mesh: Mesh, *, batched: bool = True) -> 
     return [tuple(array.sharding(mesh, batched=batched) for array in layer) for layer in layout.states]
 
 
-def state_shapes(layout: PoolLayout, places: list[Any], *, batched: bool = True) -> list[Any]:
-    """The same as shapes, in these places."""
+def state_shapes(layout: PoolLayout, places: list[Any], *, batched: bool = True, num_slots: int | None = None) -> list[Any]:
+    """The same as shapes, in these places; `num_slots` where they are not those of the rows."""
+    slots = [layout.rows if num_slots is None else num_slots] if batched else []
 
     def shape(array: StateArray, where: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*([layout.rows] if batched else []), *array.shape), array.storage, sharding=where)
+        return jax.ShapeDtypeStruct((*slots, *array.shape), array.storage, sharding=where)
 
     return [tuple(map(shape, *layer)) for layer in zip(layout.states, places, strict=True)]
 
@@ -150,8 +159,10 @@ class PoolHolder:
         take: Callable[..., Any] | None = None,
         put: Callable[..., Any] | None = None,
         num_states: int = 0,
+        snapshots: PoolArrays | None = None,
     ) -> None:
         self.arrays = arrays
+        self.snapshots: PoolArrays = snapshots or []  # states that are kept, in slots of their own
         self._gather = gather
         self._scatter = scatter
         self._take = take

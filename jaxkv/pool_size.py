@@ -11,6 +11,7 @@ from jaxkv.models import ModelConfig
 from jaxkv.pool import PoolLayout, StateArray, storage_dtype
 from jaxkv.programs import Shapes
 from jaxkv.states import state_arrays
+from jaxkv.windows import sequence_pages
 
 MIB = 2**20
 
@@ -37,6 +38,8 @@ def plan_layout(config: Config, model: ModelConfig, shapes: Shapes, dtype: str, 
         storage=storage_dtype(backend, kv_dtype),
         states=states,
         rows=shapes.rows if states else 0,
+        snapshots=config.pool.state_snapshots if states and config.pool.prefix_cache else 0,
+        window=model.window,
     )
 
 
@@ -77,7 +80,7 @@ def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh) ->
         return layout
     if free is None:
         raise ConfigError("pool.tokens: this device does not tell how much memory it has; set it")
-    most = shapes.rows * -(-shapes.max_len // layout.page_size)
+    most = shapes.rows * sequence_pages(layout.window, shapes.max_len, shapes.chunk, layout.page_size)
     share = int((free * config.pool.memory_fraction - staging) / per_device) - 1
     if share * layout.page_size < shapes.chunk:
         raise ConfigError(
@@ -88,12 +91,14 @@ def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh) ->
 
 
 def check_states(layout: PoolLayout, free: int | None, staging: int, mesh: Mesh) -> int:
-    """Bytes that the states of all rows take on a device; ConfigError where they do not fit."""
-    needed = layout.rows * sum(array.num_bytes // split_of(array, mesh) for layer in layout.states for array in layer)
+    """Bytes that the states of all rows, and those that are kept, take on a device; ConfigError where they do not fit."""
+    each = sum(array.num_bytes // split_of(array, mesh) for layer in layout.states for array in layer)
+    needed = (layout.rows + layout.snapshots) * each
     if free is not None and needed + staging > free:
-        most = max(0, (free - staging) * layout.rows // needed)
+        most = max(0, (free - staging) // each - layout.snapshots)
+        kept = f" and {layout.snapshots} kept states (pool.state_snapshots)" if layout.snapshots else ""
         raise ConfigError(
-            f"scheduler.rows: got {layout.rows}, whose states take {needed // MIB} MiB beside {staging // MIB} MiB of staging; "
+            f"scheduler.rows: got {layout.rows}, whose states{kept} take {needed // MIB} MiB beside {staging // MIB} MiB of staging; "
             f"{free // MIB} MiB are free, at most {most} rows fit: lower it"
         )
     return needed

@@ -1,8 +1,9 @@
 """The compiled programs: what each one computes, its fixed shape, and compiling them all before the first request.
 
-The only place with `jax.jit`. Up to eight programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt),
+The only place with `jax.jit`. Up to ten programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt),
 gather (sixteen pages out of the pool), scatter (sixteen pages back), copy (four pages within it), rotate (the keys of sixteen pages move to
-other positions), take (a sequence's state out of its slot) and put (back into one). Their shapes come from the configuration alone, so
+other positions), take (a sequence's state out of its slot) and put (back into one), keep (a state where a prompt may be found again) and
+fetch (it from there). Their shapes come from the configuration alone, so
 nothing that happens later can ask for another.
 """
 
@@ -90,6 +91,8 @@ class Programs:
     rotate: Program | None = None  # None: this model's contexts cannot shift
     take: Program | None = None  # None: no layer has a state
     put: Program | None = None
+    keep: Program | None = None  # None: no states are kept
+    fetch: Program | None = None
 
     def movers(self) -> dict[str, Callable[..., Any]]:
         """Those that move pages out and in, and those that do so with states."""
@@ -98,7 +101,7 @@ class Programs:
 
     def all(self) -> tuple[Program, ...]:
         """In the order in which a request meets them."""
-        some = (self.prefill, self.decode, self.gather, self.scatter, self.copy, self.rotate, self.take, self.put)
+        some = (self.prefill, self.decode, self.gather, self.scatter, self.copy, self.rotate, self.take, self.put, self.keep, self.fetch)
         return tuple(program for program in some if program is not None)
 
 

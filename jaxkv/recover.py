@@ -15,6 +15,7 @@ from jaxkv.blame import Fault
 from jaxkv.ends import end, fail
 from jaxkv.pool import allocate
 from jaxkv.scheduler import Outcome
+from jaxkv.snapshots import allocate_snapshots
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine
@@ -73,13 +74,15 @@ def restart_pool(engine: "Engine") -> None:
     """A program that fails may have consumed the pool, or left what cannot be read: then there is a new one, of zeros."""
     parts = engine.parts
     try:
-        jax.block_until_ready(parts.pool.arrays)
-        is_lost = any(array.is_deleted() for layer in parts.pool.arrays for array in layer)
+        held = [*parts.pool.arrays, *parts.pool.snapshots]
+        jax.block_until_ready(held)
+        is_lost = any(array.is_deleted() for layer in held for array in layer)
     except Exception:
         is_lost = True
     if is_lost:
-        parts.pool.arrays = []  # the old one goes first
+        parts.pool.arrays, parts.pool.snapshots = [], []  # the old ones go first
         parts.pool.arrays = allocate(parts.layout, parts.mesh)
+        parts.pool.snapshots = allocate_snapshots(parts.layout, parts.mesh)
 
 
 def end_finished(engine: "Engine") -> None:

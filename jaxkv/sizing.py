@@ -3,7 +3,8 @@ long a park takes over a link of a given speed. Reads a config.json at most, nev
 
     KV bytes of a token        2 x layers that keep pages x kv heads x head dim x bytes of a number
     state bytes of a sequence  jaxkv.models.state_bytes: per recurrent layer a window in the model's dtype and a sum in float32
-    image of n tokens          transfer chunks of whole pages, the last one padded, and the states
+    image of n tokens          transfer chunks of whole pages, the last one padded, and the states; where every layer sees a window, of the
+                               pages that its next token sees
 """
 
 import json
@@ -21,6 +22,7 @@ from jaxkv.models.families import model_class
 from jaxkv.models.parameters import abstract_model
 from jaxkv.models.read_config import read_config
 from jaxkv.models.states import WIDTHS
+from jaxkv.windows import image_pages, sequence_pages
 
 GIB = 2**30
 
@@ -92,12 +94,14 @@ def measure(
     length = min(sequence_tokens or max_len, max_len)
     weights, weights_each = weight_numbers(model, dtype, num)
     rows, page, chunk = config.scheduler.rows, config.pool.page_size, config.transfer.chunk_pages
-    pages = -(-length // page)
-    image = -(-pages // chunk) * chunk * page * token + state
+    gone, end = image_pages(model.window, length, page)
+    image = (-(-end // chunk) - gone // chunk) * chunk * page * token + state
+    each_pages = sequence_pages(model.window, length, config.scheduler.prefill_chunk, page)
     staging = config.transfer.staging_mib * MIB // num
-    fixed = weights_each * widths + -(-rows * state // num)
+    slots = rows + (config.pool.state_snapshots if config.pool.prefix_cache else 0)
+    fixed = weights_each * widths + -(-slots * state // num)
     free = None if memory_bytes is None else memory_bytes - fixed
-    tokens = pool_tokens(config, token, free, rows * -(-max_len // page) * page)
+    tokens = pool_tokens(config, token, free, rows * sequence_pages(model.window, max_len, config.scheduler.prefill_chunk, page) * page)
     pool = None if tokens is None else (tokens + page) * token  # with the trash page
     each = None if pool is None else fixed + staging + -(-pool // num)
     budget = config.scheduler.host_budget_mib
@@ -119,7 +123,7 @@ def measure(
         memory_bytes_per_device=memory_bytes,
         fits=None if each is None or memory_bytes is None else each <= memory_bytes,
         sequence_tokens=length,
-        sequences_in_pool=None if tokens is None else min(rows, tokens // page // pages) if token else rows,
+        sequences_in_pool=None if tokens is None else min(rows, tokens // page // each_pages) if token else rows,
         image_bytes=image,
         images_in_host_budget=None if held is None else held // image,
         park_s=image / (link_gb_per_s * 1e9),

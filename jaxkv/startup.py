@@ -25,9 +25,11 @@ from jaxkv.pool_size import MIB, check_pool, check_staging, plan_layout, size_po
 from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
 from jaxkv.shifting import ROTATE_PAGES, check_default_shift
+from jaxkv.snapshots import allocate_snapshots, snapshot_recipes, warm_up_snapshots
 from jaxkv.state_programs import state_recipes
 from jaxkv.states import about_states
 from jaxkv.transfer import HostMemory, Transfer, TransferSettings, choose_mode, host_states, probe_host_memory
+from jaxkv.windows import about_windows
 
 MIN_ROWS = 2  # compiled decode width: never one row
 OnStage = Callable[[str, float], None]
@@ -66,10 +68,12 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
     mode = choose_mode(config.transfer.mode, mesh.devices.flat[0].platform, host)
     moves = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding) | copy_recipes(layout, mesh)
-    moves |= state_recipes(mode, layout, mesh, host_states(layout, mesh, host))
+    moves |= state_recipes(mode, layout, mesh, host_states(layout, mesh, host)) | snapshot_recipes(layout, mesh)
     programs = build_programs(checkpoint.model, layout, shapes, mesh, moves, exact_float32=dtype == "float32")
     stage("compile")
-    pool = PoolHolder(allocate(layout, mesh), **programs.movers(), num_states=len(layout.states))
+    pool = PoolHolder(
+        allocate(layout, mesh), **programs.movers(), num_states=len(layout.states), snapshots=allocate_snapshots(layout, mesh)
+    )
     transfer = Transfer(pool, layout, host, transfer_settings(config, layout, host, mode))
     weights, _ = take_apart(checkpoint.model)
     warm_up(weights, pool, transfer, programs, layout, shapes)
@@ -94,10 +98,11 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
             state_bytes=transfer.state_bytes,
             budget=budget,
             hold=mode == "hold",
+            window=layout.window,
         ),
         fingerprint_facts=facts,
         fingerprint=fingerprint(facts),
-        messages=[banner(info, mesh, layout, dtype, transfer), *remarks(config, layout, host, clamped)],
+        messages=[banner(info, mesh, layout, dtype, transfer), *remarks(config, layout, shapes, host, clamped)],
     )
 
 
@@ -192,9 +197,10 @@ def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory, mode
     )
 
 
-def remarks(config: Config, layout: PoolLayout, host: HostMemory, clamped: str | None) -> list[str]:
+def remarks(config: Config, layout: PoolLayout, shapes: Shapes, host: HostMemory, clamped: str | None) -> list[str]:
     """What else is to be said once."""
-    return [*about_states(config, layout), *(line for line in (clamped, blocking_message(config, host)) if line)]
+    said = [*about_states(config, layout), *about_windows(config, layout, shapes.max_len)]
+    return [*said, *(line for line in (clamped, blocking_message(config, host)) if line)]
 
 
 def blocking_message(config: Config, host: HostMemory) -> str | None:
@@ -235,6 +241,7 @@ def warm_up(weights: Weights, pool: PoolHolder, transfer: Transfer, programs: Pr
     if programs.rotate is not None:
         beyond = np.full(ROTATE_PAGES, layout.num_pages + 1, np.int32)
         pool.arrays = programs.rotate.run(pool.arrays, beyond, beyond, np.int32(0))
+    warm_up_snapshots(programs, pool)
     chunks = [Chunk(-1, 0, 0, (0,), host_id=-1)] if layout.num_layers else []
     for chunk in [*chunks, *([Chunk(-1, 0, 1, (), host_id=-1, row=0)] if layout.states else [])]:
         for move, settled in ((transfer.park, "parked"), (transfer.restore, "restored")):

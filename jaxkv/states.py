@@ -36,9 +36,9 @@ def about_states(config: Config, layout: PoolLayout) -> list[str]:
     if not layout.states:
         return []
     sizes = f"each sequence has a state of {layout.state_bytes} bytes, which is part of its image"
-    cached = "; prompts are not found again (pool.prefix_cache has no effect), but computed to the same bytes"
+    cached = "; prompts are not found again (pool.prefix_cache has no effect without pool.state_snapshots), but computed to the same bytes"
     if layout.num_layers:
-        return [sizes + cached * config.pool.prefix_cache]
+        return [sizes + cached * (config.pool.prefix_cache and not layout.snapshots)]
     return [f"{sizes}, and no pages: pool.tokens limits nothing, only rows are short; parks are those of priorities, operators and debug"]
 
 

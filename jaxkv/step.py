@@ -16,6 +16,7 @@ from jaxkv.sampling import Sampled
 from jaxkv.scheduler import Chunk, Outcome, Plan, PrefillChunk, State
 from jaxkv.scoring import Scores
 from jaxkv.shifting import rotate_pages
+from jaxkv.snapshots import fetch_states, keep_state
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine
@@ -125,11 +126,13 @@ def dispatch(engine: "Engine", plan: Plan) -> tuple[Prefilled | None, Sampled | 
     """Run the prompt chunk, then the decode step; the device does them in this order."""
     parts, prefilled, decoded = engine.parts, None, None
     engine.rows.update(plan.tables)
+    fetch_states(parts.programs, parts.pool, plan)
     if plan.prefill is not None:
         forks = plan.prefill.forks
         with engine.phases("prefill"), blaming(*plan.prefill.seq_ids):
             batch = engine.rows.prefill_batch(plan.prefill, engine.sequences)
             parts.pool.arrays, sampled, scores = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
+            keep_state(parts.programs, parts.pool, plan.prefill.row, plan.prefill.keep)
             if parts.programs.copy is not None:
                 parts.pool.arrays = copy_forks(parts.programs.copy.run, parts.pool.arrays, forks, parts.layout.num_pages)
             prefilled = sampled, scores

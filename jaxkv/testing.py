@@ -216,7 +216,7 @@ class FakeEngine:
     ) -> None:
         self.tokenizer = ByteTokenizer() if has_tokenizer else None
         self.model_config = FakeModelConfig()
-        self.capacity = self.max_len = capacity
+        self.capacity = self.longest_prompt = self.max_len = capacity
         self.system_fingerprint = fingerprint
         self.messages: list[str] = []
         self.num_steps = self.num_tokens = self.num_live_peak = 0

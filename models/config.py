@@ -133,6 +133,12 @@ class ModelConfig:
         """How many tokens a layer sees, itself included; None where it sees all."""
         return self.windows[layer] if self.windows else None
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens the layer sees that sees most; None where one sees all, or none has keys."""
+        windows = [self.window_of(layer) for layer in self.page_layers]
+        return max((window for window in windows if window is not None), default=None) if None not in windows else None
+
     def rope_of(self, layer: int) -> Rope:
         """The rotary embedding of a layer."""
         return self.rope if self.window_rope is None or self.window_of(layer) is None else self.window_rope

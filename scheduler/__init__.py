@@ -6,11 +6,12 @@ way back, `replay.py` what happens without an image, `recover.py` what happens a
 """
 
 from jaxkv.scheduler.books import Counters
-from jaxkv.scheduler.need import DoesNotFit, need, pages_for
+from jaxkv.scheduler.need import DoesNotFit, need, pages_for, pool_cells
 from jaxkv.scheduler.plan import (
     Chunk,
     ContextShift,
     DecodeRow,
+    Fetch,
     Fork,
     Note,
     Outcome,
@@ -35,6 +36,7 @@ __all__ = [
     "Counters",
     "DecodeRow",
     "DoesNotFit",
+    "Fetch",
     "Fork",
     "Note",
     "Outcome",
@@ -49,5 +51,6 @@ __all__ = [
     "TableUpdate",
     "need",
     "pages_for",
+    "pool_cells",
     "whole_pages",
 ]

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from jaxkv.scheduler.images import HostLedger, ImageChunk
 from jaxkv.scheduler.ledger import PageLedger
 from jaxkv.scheduler.lines import Line
-from jaxkv.scheduler.plan import Chunk, DecodeRow, Fork, Note, Plan, PrefillChunk, SchedulerConfig, Shift, TableUpdate
+from jaxkv.scheduler.plan import Chunk, DecodeRow, Fetch, Fork, Note, Plan, PrefillChunk, SchedulerConfig, Shift, TableUpdate
 from jaxkv.scheduler.sequence import Sequence
+from jaxkv.scheduler.snapshots import SnapshotLedger
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class Turn:
     park: list[Chunk] = field(default_factory=list)
     restore: list[Chunk] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
     prefill: PrefillChunk | None = None
     decode: list[DecodeRow] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
@@ -85,6 +87,7 @@ class Turn:
             tuple(self.park),
             tuple(self.restore),
             tuple(self.tables),
+            tuple(self.fetches),
             self.prefill,
             tuple(self.decode),
             tuple(self.notes),
@@ -97,6 +100,7 @@ class Books:
     def __init__(self, config: SchedulerConfig, on_drop: Callable[[int], None] = lambda host_id: None) -> None:
         self.config = config
         self.pages = PageLedger(config.num_pages)
+        self.snapshots = SnapshotLedger(config.num_snapshots if config.state_bytes else 0)
         self.host = HostLedger(config.host_budget_bytes, config.chunk_bytes, config.state_bytes, keep=config.keep_images, on_drop=on_drop)
         self.counters = Counters()
         self.random = random.Random(config.park_seed)

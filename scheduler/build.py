@@ -4,6 +4,7 @@ from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.fork import plan_forks
 from jaxkv.scheduler.need import chunk_len, has_next_cell, missing_pages
 from jaxkv.scheduler.plan import DecodeRow, PrefillChunk, TableUpdate
+from jaxkv.scheduler.prefix import reserve_snapshot
 from jaxkv.scheduler.returns import first_in_line
 from jaxkv.scheduler.sequence import AWAY, Sequence, State
 
@@ -46,7 +47,8 @@ def fill_prefill(books: Books, turn: Turn, leader: Sequence) -> None:
             end = seq.num_cells + length
             is_last, is_replay = end == seq.prompt_len, end <= seq.replay_to
             forks = plan_forks(books, turn, seq) if is_last and not is_replay else ()
-            turn.prefill = PrefillChunk(seq.seq_id, seq.row, seq.num_cells, length, is_last, is_replay, forks)
+            keep = None if is_replay else reserve_snapshot(books, turn, seq, end)
+            turn.prefill = PrefillChunk(seq.seq_id, seq.row, seq.num_cells, length, is_last, is_replay, forks, keep)
             return
 
 

@@ -3,13 +3,15 @@
 from collections import Counter
 
 from jaxkv.scheduler.books import Books
-from jaxkv.scheduler.need import cell_pages, most_cells, need, pages_for
+from jaxkv.scheduler.need import cell_pages, gone_pages, is_windowed, most_cells, need, pages_for
+from jaxkv.scheduler.plan import NO_PAGE
 from jaxkv.scheduler.sequence import AWAY, RUNNING, Sequence, State
 
 
 def check_books(books: Books) -> None:
     """AssertionError if a page, a host byte, a row or a park is lost or counted twice."""
     books.pages.check()
+    books.snapshots.check()
     live = [seq for seq in books.sequences.values() if not seq.is_over]
     assert books.num_live == len(live), "the count of live sequences is wrong"
     check_rows(books, live)
@@ -34,7 +36,7 @@ def check_rows(books: Books, live: list[Sequence]) -> None:
 
 def check_pages(books: Books, live: list[Sequence]) -> None:
     """Who holds a page lists it, as a resident or in a park or a flight, and so many times is it held: one owner or refcount == owners."""
-    held = [(page, seq.seq_id) for seq in live for page in seq.pages]
+    held = [(page, seq.seq_id) for seq in live for page in seq.held_pages]
     due = [(page, seq.seq_id) for seq in live if seq.state is State.PARKING for chunk in seq.copies_due for page in chunk.pages]
     flying = [(page, flight.chunk.seq_id) for flight in books.flights.values() for page in flight.pages]
     leaving = [*due, *flying]
@@ -52,7 +54,7 @@ def check_pages(books: Books, live: list[Sequence]) -> None:
 def check_keys(books: Books, live: list[Sequence]) -> None:
     """A page that can be found has the content its key names, for everyone who holds it: the prompt page that it is, whole."""
     for seq in live:
-        for index, page in enumerate(seq.pages):
+        for index, page in enumerate(seq.held_pages, seq.num_gone):
             key = books.pages.key(page)
             assert key is None or key == seq.page_keys[index], f"sequence {seq.seq_id} has {key} as page {index}"
             is_whole = (index + 1) * books.config.page_size <= seq.num_cells
@@ -117,7 +119,8 @@ def check_sequence(books: Books, seq: Sequence) -> None:
     assert (seq.row is None) == (seq.state in (State.WAITING, State.PARKING, State.PARKED))
     assert (seq.parked_since is not None) == (seq.state in AWAY)
     if seq.state in AWAY:
-        assert seq.image_pages == (0 if seq.replay_to else num_pages) == sum(chunk.span.num_pages for chunk in seq.image)
+        num_held = 0 if seq.replay_to else num_pages - seq.num_gone
+        assert seq.image_pages == num_held == sum(chunk.span.num_pages for chunk in seq.image)
         has_state = bool(books.config.state_bytes and seq.num_cells and not seq.replay_to)
         assert [chunk.span.is_state for chunk in seq.image] == [False] * (len(seq.image) - has_state) + [True] * has_state
         assert not seq.kept
@@ -126,4 +129,7 @@ def check_sequence(books: Books, seq: Sequence) -> None:
     if seq.row is None:
         assert not seq.pages
     else:
-        assert len(seq.pages) >= num_pages, f"{num_pages} pages of cells in {len(seq.pages)} pages"
+        least = cell_pages(books.config, seq.num_cells) if is_windowed(books.config, seq) else num_pages
+        assert len(seq.pages) >= least, f"{least} pages of cells in {len(seq.pages)} pages"
+        assert seq.pages.count(NO_PAGE) == seq.num_gone and NO_PAGE not in seq.held_pages, f"{seq.num_gone} gone of {seq.pages}"
+    assert seq.num_gone <= gone_pages(books.config, seq, seq.num_cells), f"{seq.num_gone} pages are gone too soon, at {seq.num_cells} cells"

@@ -34,6 +34,8 @@ def prefilled(books: Books, chunk: PrefillChunk, reason: str) -> None:
     else:
         seq.num_cells += chunk.length
     register_prefix(books, seq, chunk.start)
+    if chunk.keep is not None:
+        books.snapshots.settle(chunk.keep)
     if chunk.is_replay:
         return
     note_progress(books, seq)

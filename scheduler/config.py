@@ -15,8 +15,10 @@ def validate(config: SchedulerConfig) -> None:
     _at_least(config, "num_pages", 0 if config.state_bytes else 1)
     for name in ("rows", "page_size", "prefill_chunk", "prefill_burst", "max_len", "chunk_pages", "chunks_per_step"):
         _at_least(config, name, 1)
-    for name in ("chunk_bytes", "state_bytes", "margin_steps", "starve_after", "park_every", "rotate_after_s"):
+    for name in ("chunk_bytes", "state_bytes", "num_snapshots", "margin_steps", "starve_after", "park_every", "rotate_after_s"):
         _at_least(config, name, 0)
+    if config.window is not None:
+        _at_least(config, "window", 1)
     for name in ("host_budget_bytes", "max_bypass"):
         if getattr(config, name) is not None:
             _at_least(config, name, 0)

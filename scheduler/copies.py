@@ -17,7 +17,7 @@ def spans(books: Books, seq: Sequence) -> list[Span]:
     """The spans that an image of it would have now, its pages' and its state's: none while it only shares what it found."""
     config, num_cells = books.config, seq.num_cells if seq.num_computed > seq.num_cached else 0
     num_pages = cell_pages(config, num_cells)
-    found = cut(num_pages, min(num_pages, num_cells // config.page_size), config.chunk_pages, seq.page_keys)
+    found = cut(num_pages, min(num_pages, num_cells // config.page_size), config.chunk_pages, seq.page_keys, seq.num_gone)
     return [*found, state_span(num_pages)] if config.state_bytes and num_cells else found
 
 
@@ -39,15 +39,15 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     if image is None:
         return False
     if seq.num_computed == seq.num_cached:
-        seq.num_cells = seq.num_cached = 0
+        seq.num_cells = seq.num_cached = seq.num_gone = 0
     books.host.let_go(seq.kept)
     seq.image, seq.kept = image, {}
-    seq.image_pages = cell_pages(books.config, seq.num_cells)
+    seq.image_pages = sum(chunk.span.num_pages for chunk in image)
     seq.copies_due = begin_copies(seq, [not chunk.is_sent for chunk in image])
     seq.copies_left = {index for index, chunk in enumerate(image) if not chunk.is_here}
     leaving = {page: None for chunk in seq.copies_due for page in chunk.pages}
     books.pages.leave(seq.seq_id, list(leaving))
-    books.pages.give_back(seq.seq_id, [page for page in seq.pages if page not in leaving])
+    books.pages.give_back(seq.seq_id, [page for page in seq.held_pages if page not in leaving])
     books.leave_row(seq, is_free=all(chunk.row is None for chunk in seq.copies_due))
     seq.pages = []
     seq.state = State.PARKING if seq.copies_left else State.PARKED
@@ -234,5 +234,5 @@ def _give_back_pages(books: Books, seq: Sequence) -> list[int]:
         for chunk in seq.copies_due:
             books.pages.give_back(seq.seq_id, chunk.pages)
             books.free_row(chunk.row)
-    books.pages.give_back(seq.seq_id, [page for page in seq.pages if page not in in_flight])
+    books.pages.give_back(seq.seq_id, [page for page in seq.held_pages if page not in in_flight])
     return rows

@@ -18,6 +18,7 @@ from jaxkv.scheduler.plan import (
     Chunk,
     ContextShift,
     DecodeRow,
+    Fetch,
     Fork,
     Note,
     Outcome,
@@ -59,6 +60,7 @@ class FakeRunner:
         self.pool: Pages = [[None] * config.page_size for _ in range(config.num_pages + 1)]
         self.tables: list[list[int]] = [[] for _ in range(config.rows)]
         self.slots: list[Slot] = [None] * config.rows
+        self.kept: list[tuple[Hashable, int] | None] = [None] * config.num_snapshots  # behind which key, after how many tokens
         self.host: dict[int, tuple[Pages, Slot, int]] = {}  # by the number that chunks call it by: what, and bytes
         self.flights: list[Copy] = []
         self.written: dict[int, list[Written]] = {}  # what the cells of each context must hold
@@ -105,7 +107,7 @@ class FakeRunner:
         for copy in self.flights:
             if copy.is_park and copy.cells is None:
                 copy.cells, copy.slot = self._gather(copy.chunk), self._slot(copy.chunk)
-        self.slots = [None] * self.config.rows
+        self.slots, self.kept = [None] * self.config.rows, [None] * self.config.num_snapshots
         self.pool = [[None] * self.config.page_size for _ in self.pool]
         self.tables = [[] for _ in self.tables]
 
@@ -140,6 +142,8 @@ class FakeRunner:
             self._restore(chunk)
         for update in plan.tables:
             self._update(update)
+        for fetch in plan.fetches:
+            self._fetch(fetch)
         if plan.prefill:
             self._prefill(plan.prefill)
         for row in plan.decode:
@@ -197,6 +201,12 @@ class FakeRunner:
         assert update.first <= len(table), f"{update} leaves a hole after {len(table)} entries"
         table[update.first :] = update.pages
 
+    def _fetch(self, fetch: Fetch) -> None:
+        assert not self._touching_state(fetch.row), f"{fetch} writes a state that a copy in flight may touch"
+        kept = self.kept[fetch.slot]
+        assert kept is not None and kept[0] == self._key(fetch.seq_id, kept[1] - 1), f"{fetch} brings the state behind {kept}"
+        self.slots[fetch.row] = (fetch.seq_id, self.num_lost[fetch.seq_id], kept[1])
+
     def _prefill(self, chunk: PrefillChunk) -> None:
         if chunk.start > len(self.written[chunk.seq_id]):
             self._find(chunk.seq_id, chunk.row, chunk.start)
@@ -207,7 +217,11 @@ class FakeRunner:
         assert chunk.is_replay == is_known or not (chunk.is_last or chunk.is_replay), f"{chunk} after {self.programs[chunk.seq_id]}"
         for position in range(chunk.start, end):
             self._write(chunk.seq_id, chunk.row, position, "prefill")
-        self._read(chunk.seq_id, chunk.row, end)
+        self._read(chunk.seq_id, chunk.row, chunk.start, end)
+        if chunk.keep is not None:
+            key = self._key(chunk.seq_id, end - 1)
+            assert key is not None and end % self.config.page_size == 0 and end % self.config.prefill_chunk == 0, f"{chunk} keeps a state"
+            self.kept[chunk.keep] = (key, end)
         for fork in chunk.forks:
             self._fork(chunk, fork)
 
@@ -221,7 +235,7 @@ class FakeRunner:
         self.num_written[fork.seq_id] = end
         known = self.programs[fork.seq_id]
         known += [("prefill", position) for position in range(len(known), end)]
-        self._read(fork.seq_id, fork.row, end)
+        self._read(fork.seq_id, fork.row, end, end)
 
     def _decode(self, row: DecodeRow) -> None:
         token, num_known = self.num_written[row.seq_id], len(self.programs[row.seq_id])
@@ -229,7 +243,7 @@ class FakeRunner:
         assert row.is_replay == (token < num_known), f"{row} after {num_known} cells"
         assert row.position + row.num_dropped == token, f"{row} is fed the wrong token after {token}"
         self._write(row.seq_id, row.row, row.position, "decode")
-        self._read(row.seq_id, row.row, row.position + 1)
+        self._read(row.seq_id, row.row, row.position, row.position + 1)
 
     def _find(self, seq_id: int, row: int, start: int) -> None:
         """Its first chunk starts behind prompt pages that it shares: they must be there, whole, with the content it would have computed."""
@@ -238,8 +252,12 @@ class FakeRunner:
         )
         cells = [cell for page in self.tables[row] for cell in self.pool[page]][:start]
         for position, cell in enumerate(cells):
-            assert cell == (self._key(seq_id, position), position, 0, 0), f"sequence {seq_id} finds {cell} at {position}"
-            self.written[seq_id].append(self._cell(seq_id, position))
+            is_right = position < self._first_seen(start) or cell == (self._key(seq_id, position), position, 0, 0)
+            assert is_right, f"sequence {seq_id} finds {cell} at {position}"
+        if self.config.state_bytes:
+            expected = (seq_id, self.num_lost[seq_id], start)
+            assert self.slots[row] == expected, f"the state in row {row} is {self.slots[row]}, not {expected}"
+        self.written[seq_id] += [self._cell(seq_id, position) for position in range(start)]
         self.programs[seq_id] += [("prefill", position) for position in range(len(self.programs[seq_id]), start)]
         self.found[seq_id] = self.num_written[seq_id] = start
 
@@ -270,9 +288,13 @@ class FakeRunner:
         """The state of its row sees one token more; with the first one it begins, whatever another has left there."""
         before = (seq_id, self.num_lost[seq_id], token)
         assert not token or self.slots[row] == before, f"the state in row {row} is {self.slots[row]}, not {before}"
-        flying = [copy for copy in self.flights if copy.chunk.row == row and (not copy.is_park or copy.cells is None)]
+        flying = self._touching_state(row)
         assert not flying, f"sequence {seq_id} changes the state in row {row}, which {flying} may touch"
         self.slots[row] = (seq_id, self.num_lost[seq_id], token + 1)
+
+    def _touching_state(self, row: int) -> list[Copy]:
+        """Copies in flight that read a row's state later, or have yet to fill it."""
+        return [copy for copy in self.flights if copy.chunk.row == row and (not copy.is_park or copy.cells is None)]
 
     def _fill(self, seq_id: int, row: int, position: int) -> None:
         page, cell = divmod(position, self.config.page_size)
@@ -283,12 +305,18 @@ class FakeRunner:
         """Whether a copy in flight reads the page later, or has yet to fill it."""
         return any(page in copy.chunk.pages for copy in self.flights if not copy.is_park or copy.cells is None)
 
-    def _read(self, seq_id: int, row: int, num_cells: int) -> None:
+    def _read(self, seq_id: int, row: int, start: int, num_cells: int) -> None:
+        """What the tokens from cell `start` on see."""
         if not self.config.num_pages:
             return
-        cells = [cell for page in self.tables[row] for cell in self.pool[page]][:num_cells]
-        expected = self.written[seq_id]
+        first = self._first_seen(start)
+        cells = [cell for page in self.tables[row] for cell in self.pool[page]][first:num_cells]
+        expected = self.written[seq_id][first:]
         assert cells == expected, f"sequence {seq_id} in row {row} reads {cells}, not {expected}"
+
+    def _first_seen(self, position: int) -> int:
+        """The first cell that the token in some cell sees."""
+        return 0 if self.config.window is None else max(0, position - self.config.window + 1)
 
 
 class FakeLoop:

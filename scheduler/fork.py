@@ -11,6 +11,7 @@ The pages are held from the plan on, so that nothing can take them away, also if
 """
 
 from jaxkv.scheduler.books import Books, Turn
+from jaxkv.scheduler.need import gone_pages
 from jaxkv.scheduler.plan import Fork, TableUpdate
 from jaxkv.scheduler.prefix import count_found, register_prefix
 from jaxkv.scheduler.sequence import Sequence, State
@@ -26,6 +27,8 @@ def plan_forks(books: Books, turn: Turn, first: Sequence) -> tuple[Fork, ...]:
         return ()
     num_full = (first.prompt_len - 1) // books.config.page_size
     if first.group is None or len(first.page_keys) < num_full or not first.has_progressed:
+        return ()
+    if first.num_gone > gone_pages(books.config, first, num_full * books.config.page_size):  # its chunks begin in the midst of pages
         return ()
     forks = [plan_fork(books, turn, first, seq, num_full) for seq in books.residents if may_fork(first, seq)]
     return tuple(fork for fork in forks if fork is not None)
@@ -44,9 +47,9 @@ def plan_fork(books: Books, turn: Turn, first: Sequence, seq: Sequence, num_full
     if not blank and not books.pages.num_free:
         return None
     page = blank[-1] if blank else books.pages.take(seq.seq_id, 1)[0]
-    books.pages.give_back(seq.seq_id, [other for other in seq.pages if other != page])
-    books.pages.hold_beside(seq.seq_id, first.pages[:num_full])
-    seq.pages = [*first.pages[:num_full], page]
+    books.pages.give_back(seq.seq_id, [other for other in seq.held_pages if other != page])
+    books.pages.hold_beside(seq.seq_id, first.pages[first.num_gone : num_full])
+    seq.pages, seq.num_gone = [*first.pages[:num_full], page], first.num_gone
     count_found(books, seq, num_full * size - seq.num_cells)
     turn.tables.append(TableUpdate(seq.row, 0, tuple(seq.pages)))
     fork = books.forks[seq.seq_id] = Fork(seq.seq_id, seq.row, first.pages[num_full], page)

@@ -31,10 +31,11 @@ def state_span(num_pages: int) -> Span:
     return Span(num_pages, 0, None, False)
 
 
-def cut(num_pages: int, num_full: int, chunk_pages: int, page_keys: tuple[Hashable, ...] = ()) -> list[Span]:
-    """Spans of at most `chunk_pages` pages; pages with keys and pages without are never in one.
+def cut(num_pages: int, num_full: int, chunk_pages: int, page_keys: tuple[Hashable, ...] = (), num_gone: int = 0) -> list[Span]:
+    """Spans of at most `chunk_pages` pages; pages with keys and pages without are never in one, and the first `num_gone` are in none.
 
-    Example: 3 pages a chunk, 9 pages of which 8 are full, 4 of them with keys: 0-2, 3, 4-6 are lasting, 7-8 is not.
+    Example: 3 pages a chunk, 9 pages of which 8 are full, 4 of them with keys: 0-2, 3, 4-6 are lasting, 7-8 is not. With the first 5 gone:
+    5-6, which is not lasting any more, since it would be cut otherwise before long, and 7-8.
     """
     num_keyed = min(len(page_keys), num_full)
     firsts = [*range(0, num_keyed, chunk_pages), *range(num_keyed, num_pages, chunk_pages)]
@@ -42,7 +43,10 @@ def cut(num_pages: int, num_full: int, chunk_pages: int, page_keys: tuple[Hashab
     for first, end in pairwise([*firsts, num_pages]):
         key = (first, page_keys[end - 1]) if end <= num_keyed else None  # keys are chained: the last one stands for all before it
         is_final = end - first == chunk_pages or end == len(page_keys)
-        spans.append(Span(first, end - first, key, is_final and end <= num_full))
+        if num_gone <= first:
+            spans.append(Span(first, end - first, key, is_final and end <= num_full))
+        elif num_gone < end:
+            spans.append(Span(num_gone, end - num_gone, None, False))
     return spans
 
 

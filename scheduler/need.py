@@ -6,7 +6,13 @@ A sampled token gets its keys and values only when it is fed back, so the last o
     P cells in all: prompt 3 can generate P - 3 + 1 tokens
 
 A context that shifts never takes more cells than its length, whatever it generates.
+
+Where no layer sees further than a window, the pages before it are gone, and what counts is how many a sequence holds at once:
+
+    window 5, page size 2: the token of cell 9 sees cells 5 to 9; pages 0 and 1 (cells 0 to 3) are gone, pages 2, 3 and 4 are held
 """
+
+from math import gcd
 
 from jaxkv.scheduler.plan import ContextShift, SchedulerConfig
 from jaxkv.scheduler.sequence import Sequence
@@ -33,8 +39,41 @@ def pages_for(num_cells: int, page_size: int) -> int:
 
 
 def cell_pages(config: SchedulerConfig, num_cells: int) -> int:
-    """Pages that hold so many cells here: none where a sequence is all state."""
+    """Pages that hold so many cells here, those included that are gone: none where a sequence is all state."""
     return pages_for(num_cells, config.page_size) if config.num_pages else 0
+
+
+def is_windowed(config: SchedulerConfig, seq: Sequence) -> bool:
+    """Whether its pages go as they fall out of the window. A context that shifts keeps them: the shift may bring them into sight again."""
+    return config.window is not None and seq.shift is None
+
+
+def gone_pages(config: SchedulerConfig, seq: Sequence, num_cells: int) -> int:
+    """Of the pages of its first so many cells those that no token after these sees any more."""
+    if config.window is None or seq.shift is not None or not config.num_pages:
+        return 0
+    return max(0, num_cells - config.window + 1) // config.page_size
+
+
+def row_pages(config: SchedulerConfig, num_tokens: int) -> int | None:
+    """Pages that the next `num_tokens` tokens of a sequence and the window before them lie in at most; None where no page is ever gone.
+
+    Chunks begin at multiples of what divides a chunk and a page, tokens anywhere. Window 5, page size 2: a token needs 3 pages, in cell
+    8 or 9; a chunk of 4 that begins with a page needs 4: cells 4 to 11.
+    """
+    if config.window is None:
+        return None
+    size = config.page_size
+    firsts = range(0, size, gcd(num_tokens, size) if num_tokens > 1 else size)
+    return max(pages_for(first + num_tokens, size) - (first - config.window + 1) // size for first in firsts)
+
+
+def most_pages(config: SchedulerConfig, prompt_len: int, num_cells: int) -> int:
+    """Pages it holds at once, at most, on the way to so many cells, of which the first `prompt_len` are computed in chunks."""
+    pages, chunk, one = cell_pages(config, num_cells), row_pages(config, config.prefill_chunk), row_pages(config, 1)
+    if chunk is None or one is None:
+        return pages
+    return max(min(cell_pages(config, min(prompt_len, num_cells)), chunk), min(pages, one))
 
 
 def answer_limit(config: SchedulerConfig, prompt_len: int, max_new: int | None, shift: ContextShift | None = None) -> int | None:
@@ -47,18 +86,25 @@ def answer_limit(config: SchedulerConfig, prompt_len: int, max_new: int | None, 
         if prompt_len > shift.context_len:
             raise DoesNotFit(prompt_len, shift.context_len, "context_len")
         return max_new
-    pool_tokens = config.num_pages * config.page_size or config.max_len
-    has, setting = min((pool_tokens, "pool.tokens"), (config.max_len, "model.max_len"))
+    has, setting = min((pool_cells(config, config.prefill_chunk), "pool.tokens"), (config.max_len, "model.max_len"))
     if prompt_len > has:
         raise DoesNotFit(prompt_len, has, setting)
-    longest = has - prompt_len + 1
+    longest = min(pool_cells(config, 1), config.max_len) - prompt_len + 1
     return longest if max_new is None else min(max_new, longest)
+
+
+def pool_cells(config: SchedulerConfig, num_tokens: int) -> int:
+    """Cells that the empty pool has for one sequence which is computed so many tokens at a time: all there can be, where it holds the
+    window and these."""
+    most = row_pages(config, num_tokens)
+    is_endless = not config.num_pages or (most is not None and most <= config.num_pages)
+    return config.max_len if is_endless else config.num_pages * config.page_size
 
 
 def check_keys_fit(config: SchedulerConfig, prompt_len: int, num_keys: int) -> None:
     """ValueError for more page keys than a prompt has full pages before its last token, or for any where pages are not all there is."""
-    if config.state_bytes and num_keys:
-        raise ValueError(f"got {num_keys} page keys, allowed: 0 where a sequence has a state, which is in no page")
+    if config.state_bytes and num_keys and not config.num_snapshots:
+        raise ValueError(f"got {num_keys} page keys, allowed: 0 where a sequence has a state, which is in no page, and none is kept")
     most = (prompt_len - 1) // config.page_size
     if num_keys > most:
         raise ValueError(f"got {num_keys} page keys for {prompt_len} prompt tokens, allowed: {most} in pages of {config.page_size}")
@@ -84,17 +130,32 @@ def has_next_cell(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> bo
     return seq.num_cells + margin < len(seq.pages) * config.page_size
 
 
-def step_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
-    """Pages it must hold to run its next chunk or decode step and `margin` tokens more."""
-    held = seq.whole_cells
+def step_cells(config: SchedulerConfig, seq: Sequence, held: int, margin: int = 0) -> int:
+    """Cells it has after its next chunk or decode step and `margin` tokens more, where it has `held` before."""
     left = seq.prompt_len - (held if seq.shift is None else seq.whole_computed)
     num_cells = held + margin + (1 if left <= 0 else left if left < config.prefill_chunk else config.prefill_chunk)
     most = most_cells(seq)
-    return cell_pages(config, num_cells if num_cells < most else most)
+    return num_cells if num_cells < most else most
 
 
-def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
-    """Pages to be had before it, or anyone beside it, is let in: what it holds, its remaining prompt, one token and the margin.
+def step_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
+    """Pages it must have to run its next chunk or decode step and `margin` tokens more, gone ones included; in a replay those of all it
+    had and its next step then, or, where pages go on the way, of the next step of the replay."""
+    held = seq.num_cells if seq.replay_to and is_windowed(config, seq) else seq.whole_cells
+    return cell_pages(config, step_cells(config, seq, held, margin))
+
+
+def entry_pages(config: SchedulerConfig, seq: Sequence) -> int:
+    """Pages it has when it gets its row, gone ones included: those of what it had and of its next step. Where pages go in a replay, as
+    many as it will hold at once: those that go come round again."""
+    whole = step_cells(config, seq, seq.whole_cells)
+    if not (seq.replay_to and is_windowed(config, seq)):
+        return cell_pages(config, whole)
+    return min(cell_pages(config, whole), seq.num_gone + most_pages(config, seq.prompt_len, whole))
+
+
+def gate_cells(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
+    """Cells there must be pages for before it, or anyone beside it, is let in: what it has, its remaining prompt, one token and the margin.
 
     With admission `reserve` that is all it may ever need.
     """
@@ -104,7 +165,15 @@ def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
     else:
         held += max(0, seq.prompt_len - seq.whole_computed)
     num_cells, most = held + 1 + margin, most_cells(seq)
-    return cell_pages(config, num_cells if num_cells < most and config.admission != "reserve" else most)
+    return num_cells if num_cells < most and config.admission != "reserve" else most
+
+
+def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
+    """Pages that it holds at most until it has so many cells."""
+    num_cells = gate_cells(config, seq, margin)
+    if not is_windowed(config, seq):
+        return cell_pages(config, num_cells)
+    return most_pages(config, seq.prompt_len if seq.prompt_left or seq.replay_to else 0, num_cells)
 
 
 def missing_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+NO_PAGE = 0  # in a block table: the trash page, which nobody owns
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -21,10 +23,12 @@ class SchedulerConfig:
     page_size: int  # tokens per page
     prefill_chunk: int  # tokens
     max_len: int  # longest sequence in tokens, prompt and answer together
+    window: int | None = None  # tokens that a token sees, itself included, in the layer that sees most; None: all
     prefill_burst: int = 16  # chunks in a row while all who would decode are patient; 1: a token after every chunk
     chunk_pages: int = 16  # pages moved by one transfer chunk
     chunk_bytes: int = 0  # host bytes one chunk occupies, padding included
     state_bytes: int = 0  # host bytes of one sequence's state, which is a chunk of its own; 0 for models that keep none
+    num_snapshots: int = 0  # states kept on the device, where prompts that begin alike may go on
     chunks_per_step: int = 4  # transfer chunks dispatched in one step, parks and restores together
     host_budget_bytes: int | None = None  # None: no limit; 0: no image may be held
     over_budget: str = "replay"  # a victim whose image does not fit: replay drops it, wait lets it keep its pages and pause
@@ -100,11 +104,22 @@ class Fork(NamedTuple):
     page: int
 
 
+class Fetch(NamedTuple):
+    """A state that was kept in `slot` is copied into a row, whose sequence begins there."""
+
+    seq_id: int
+    row: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Prompt tokens start .. start + length - 1 of a sequence; the first chunk starts where any page does, or where there are states at 0.
+    """Prompt tokens start .. start + length - 1 of a sequence; the first chunk starts where any page does, or where any
+    chunk does if there are states.
+
     `is_last`: it ends the prompt, and its program samples the first token, of `forks` too. `is_replay`: all of it was computed before, and
-    nothing is sampled."""
+    nothing is sampled. `keep`: the slot that the state behind it is copied to.
+    """
 
     seq_id: int
     row: int
@@ -113,6 +128,7 @@ class PrefillChunk:
     is_last: bool
     is_replay: bool = False
     forks: tuple[Fork, ...] = ()
+    keep: int | None = None
 
     @property
     def seq_ids(self) -> tuple[int, ...]:
@@ -150,13 +166,14 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one step does, in this order: shifts, park, restore, tables, prefill, decode."""
+    """What one step does, in this order: shifts, park, restore, tables, fetches, prefill, decode."""
 
     step: int
     shifts: tuple[Shift, ...] = ()
     park: tuple[Chunk, ...] = ()
     restore: tuple[Chunk, ...] = ()
     tables: tuple[TableUpdate, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
     prefill: PrefillChunk | None = None
     decode: tuple[DecodeRow, ...] = ()
     notes: tuple[Note, ...] = ()

@@ -13,6 +13,7 @@ from jaxkv.scheduler.need import need
 from jaxkv.scheduler.plan import Chunk
 from jaxkv.scheduler.replay import forget_cells
 from jaxkv.scheduler.sequence import AWAY, Sequence, State
+from jaxkv.scheduler.snapshots import SnapshotLedger
 
 
 def recover(books: Books, flying: Iterable[Chunk], generated: Mapping[int, int], now: float) -> None:
@@ -29,6 +30,7 @@ def recover(books: Books, flying: Iterable[Chunk], generated: Mapping[int, int],
         seq.row, seq.pages, seq.kept = None, [], {}
         seq.copies_due.clear()
     books.forks.clear()
+    books.snapshots = SnapshotLedger(books.snapshots.num_slots)
     restart_flights(books, flights)
     restart_images(books, live, flights)
     restart_lines(books, live)

@@ -25,7 +25,7 @@ def send_away(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
 
 def drop_victim(books: Books, turn: Turn, seq: Sequence, cause: str) -> None:
     """Park a resident without an image, and tell."""
-    num_pages = len(seq.pages)
+    num_pages = seq.num_held
     drop(books, seq, turn.now)
     turn.notes.append(Note("drop", seq.seq_id, cause, seq.replay_to, num_pages))
 
@@ -51,7 +51,7 @@ def drop(books: Books, seq: Sequence, now: float) -> None:
 
 def forget_cells(seq: Sequence, num_cells: int) -> None:
     """It has no cell any more, and so many to compute again."""
-    seq.replay_to, seq.num_cells, seq.num_cached, seq.num_dropped = num_cells, 0, 0, 0
+    seq.replay_to, seq.num_cells, seq.num_cached, seq.num_dropped, seq.num_gone = num_cells, 0, 0, 0, 0
 
 
 def start_replay(books: Books, seq: Sequence) -> None:

@@ -9,8 +9,8 @@ from itertools import chain, islice
 
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.copies import dispatch_restores, start_restore
-from jaxkv.scheduler.need import gate_pages, step_pages
-from jaxkv.scheduler.plan import Note, TableUpdate
+from jaxkv.scheduler.need import entry_pages, gate_pages
+from jaxkv.scheduler.plan import NO_PAGE, Note, TableUpdate
 from jaxkv.scheduler.policies import RETURNS, Applicant
 from jaxkv.scheduler.prefix import num_in_use, share_prefix
 from jaxkv.scheduler.replay import start_replay
@@ -48,7 +48,7 @@ def spare_pages(books: Books, margin: int) -> int:
 
 def promised_pages(books: Books, seq: Sequence, margin: int) -> int:
     """Pages that a resident may still count on."""
-    num_pages = gate_pages(books.config, seq, margin) - len(seq.pages)
+    num_pages = gate_pages(books.config, seq, margin) - seq.num_held
     if seq.shift is None:
         return num_pages
     is_reserved = books.config.admission == "reserve"
@@ -102,13 +102,14 @@ def enter(books: Books, turn: Turn, seq: Sequence) -> None:
     kind = "admit" if seq.state is State.WAITING else "replay" if seq.replay_to else "restore"
     (books.waiting if kind == "admit" else books.parked).remove(seq)
     row = books.enter_row(seq)
-    share_prefix(books, seq)
+    if share_prefix(books, turn, seq) is None:
+        seq.pages = [NO_PAGE] * seq.num_gone
     num_shared = len(seq.pages)
-    seq.pages += books.pages.take(seq.seq_id, step_pages(books.config, seq) - len(seq.pages))
+    seq.pages += books.pages.take(seq.seq_id, entry_pages(books.config, seq) - num_shared)
     seq.entered_at, seq.has_way = turn.now, False
     turn.tables.append(TableUpdate(row, 0, tuple(seq.pages)))
     num_bytes = books.host.size(chunk.span for chunk in seq.image)
-    turn.notes.append(Note(kind, seq.seq_id, "", seq.whole_cells, len(seq.pages), num_bytes))
+    turn.notes.append(Note(kind, seq.seq_id, "", seq.whole_cells, seq.num_held, num_bytes))
     if kind == "admit":
         seq.state = State.PREFILLING
         books.counters.num_admitted += 1

@@ -73,7 +73,7 @@ def num_leaving(books: Books) -> int:
 
 def own_pages(books: Books, seq: Sequence) -> int:
     """Pages that its parking frees: those that nobody else stays with."""
-    return len(seq.pages) - books.pages.num_shared(seq.seq_id)
+    return seq.num_held - books.pages.num_shared(seq.seq_id)
 
 
 def is_last_token(books: Books, seq: Sequence) -> bool:
@@ -119,7 +119,7 @@ def picture(books: Books, residents: list[Sequence]) -> list[Candidate]:
 
 def park_victim(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     """Park it and count it; one refused (False) keeps its pages, and is told of once between two parks."""
-    use, num_pages = 1 - books.pages.num_free / books.config.num_pages, len(seq.pages)
+    use, num_pages = 1 - books.pages.num_free / books.config.num_pages, seq.num_held
     if not send_away(books, turn, seq, cause):
         refuse_once(books, turn, seq)
         return False

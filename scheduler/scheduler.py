@@ -24,6 +24,7 @@ from jaxkv.scheduler.sequence import AWAY, RUNNING, Sequence, State
 from jaxkv.scheduler.shift import check_shift, shift_contexts
 from jaxkv.scheduler.views import Snapshot, snapshot
 from jaxkv.scheduler.way import make_way
+from jaxkv.scheduler.window import drop_unseen
 
 
 class Scheduler:
@@ -170,6 +171,7 @@ class Scheduler:
         turn = Turn(books.num_steps, now, min(free_chunks, self.config.chunks_per_step))
         books.num_steps += 1
         books.forks.clear()
+        drop_unseen(books, turn)
         shift_contexts(books, turn)
         share_first(books, turn)
         park_forced(books, turn)

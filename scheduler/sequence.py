@@ -76,7 +76,8 @@ class Sequence:
     shift: ContextShift | None = None
     state: State = State.WAITING
     row: int | None = None
-    pages: list[int] = field(default_factory=list)  # held by a resident, in logical order
+    pages: list[int] = field(default_factory=list)  # held by a resident, in logical order; 0 for those that are gone
+    num_gone: int = 0  # of its first pages, those that fell out of the window: neither its pages nor its image have them
     num_cells: int = 0  # tokens whose keys and values are in its pages or its image
     num_cached: int = 0  # of these, prompt tokens that were found in the pool
     num_generated: int = 0
@@ -103,6 +104,16 @@ class Sequence:
     has_way: bool = False  # somebody was parked to let it in, so nobody passes it
     way_refused: bool = False  # the host budget had no room for whom it would have replaced, since it was parked
     reason: str = ""  # why it ended
+
+    @property
+    def num_held(self) -> int:
+        """Pages that it holds as a resident."""
+        return max(0, len(self.pages) - self.num_gone)
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Which they are."""
+        return self.pages[self.num_gone :] if self.num_gone else self.pages
 
     @property
     def num_computed(self) -> int:

@@ -28,6 +28,7 @@ class SequenceView:
     is_held: bool = False  # away until an operator lets it go
     num_shared: int = 0  # of its pages, those that another, who stays, holds too
     whole_cells: int = 0  # what it has or, in a replay, will have at most
+    num_gone: int = 0  # pages that fell out of the window
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ def view(seq: Sequence, num_shared: int = 0) -> SequenceView:
     num_tokens = seq.prompt_len + seq.num_generated
     return SequenceView(
         seq.seq_id, seq.state, seq.row, seq.prompt_len, seq.limit, num_tokens, seq.num_cells, seq.num_generated, seq.num_shifts,
-        len(seq.pages), seq.image_pages, seq.parked_since, seq.num_parks, seq.priority, seq.replay_to, seq.is_held, num_shared,
-        seq.whole_cells,
+        seq.num_held, seq.image_pages, seq.parked_since, seq.num_parks, seq.priority, seq.replay_to, seq.is_held, num_shared,
+        seq.whole_cells, seq.num_gone,
     )  # fmt: skip
 
 

@@ -98,9 +98,9 @@ def choose_victims(books: Books, head: Sequence, residents: list[Sequence], pick
 def num_freed(books: Books, victims: list[Sequence]) -> int:
     """Pages that come back when all of them leave: those that nobody else stays with."""
     if not any(books.pages.num_shared(seq.seq_id) for seq in victims):
-        return sum(len(seq.pages) for seq in victims)
+        return sum(seq.num_held for seq in victims)
     leaving = {seq.seq_id for seq in victims}
-    return len({page for seq in victims for page in seq.pages if leaving.issuperset(books.pages.holders(page))})
+    return len({page for seq in victims for page in seq.held_pages if leaving.issuperset(books.pages.holders(page))})
 
 
 def by_policy(books: Books) -> Picker:

@@ -5,7 +5,15 @@ from jaxkv.scheduler.plan import SchedulerConfig
 
 
 def scheduler_config(
-    config: Config, *, num_pages: int, max_len: int, chunk_bytes: int, budget: int | None, hold: bool, state_bytes: int = 0
+    config: Config,
+    *,
+    num_pages: int,
+    max_len: int,
+    chunk_bytes: int,
+    budget: int | None,
+    hold: bool,
+    state_bytes: int = 0,
+    window: int | None = None,
 ) -> SchedulerConfig:
     """Integers and names only: what the configuration says, and what only the caller knows."""
     s = config.scheduler
@@ -17,9 +25,11 @@ def scheduler_config(
         prefill_chunk=s.prefill_chunk,
         prefill_burst=s.prefill_burst,
         max_len=max_len,
+        window=window,
         chunk_pages=config.transfer.chunk_pages,
         chunk_bytes=chunk_bytes,
         state_bytes=state_bytes,
+        num_snapshots=config.pool.state_snapshots if state_bytes and config.pool.prefix_cache else 0,
         chunks_per_step=config.transfer.chunks_per_step,
         host_budget_bytes=budget,
         over_budget=s.over_budget,

@@ -64,6 +64,11 @@ class PoolSection(Section):
     prefix_cache: bool = Field(
         default=True, description="prompt pages stay in the pool, while there is room, for requests that begin alike; no answer changes"
     )
+    state_snapshots: int = Field(
+        default=0,
+        ge=0,
+        description="states kept on the device where prompts of models with states may be found again; with 0 they are computed anew",
+    )
 
 
 class SchedulerSection(Section):

@@ -19,6 +19,7 @@ from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolLayout, pool_sharding
 from jaxkv.pool_size import check_pool, check_staging, plan_layout, size_pool
 from jaxkv.programs import Recipe, Shapes, jit_recipe, shift_recipes, step_recipes
+from jaxkv.snapshots import snapshot_recipes
 from jaxkv.startup import choose_dtype, choose_shapes, make_mesh
 from jaxkv.state_programs import state_recipes
 from jaxkv.transfer import HOST_KIND, HostMemory, choose_mode, host_sharding, host_states
@@ -86,7 +87,7 @@ def list_programs(config: Config) -> ProgramList:
     host = HostMemory(host_sharding(pool_sharding(mesh)), HOST_KIND)
     mode = choose_mode(config.transfer.mode, device.platform, host)
     recipes = step_recipes(model, layout, shapes, mesh) | mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
-    recipes |= copy_recipes(layout, mesh)
+    recipes |= copy_recipes(layout, mesh) | snapshot_recipes(layout, mesh)
     recipes |= shift_recipes(model, layout, mesh) | state_recipes(mode, layout, mesh, host_states(layout, mesh, host))
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         found = tuple(measure(name, recipe, mesh) for name, recipe in recipes.items())

@@ -69,7 +69,7 @@ async def begin(site: Site, endpoint: Endpoint, data: bytes, name: str, begun: l
 
 def check_len(site: Site, ask: Ask) -> None:
     """Refuse what can never fit before the engine's thread looks at each of its tokens, while others wait."""
-    has, setting = min((site.engine.capacity, "pool.tokens"), (site.engine.max_len, "model.max_len"))
+    has, setting = min((site.engine.longest_prompt, "pool.tokens"), (site.engine.max_len, "model.max_len"))
     for prompt in ask.body.prompts:
         if len(prompt) > has:
             raise RequestError(str(DoesNotFit(len(prompt), has, setting)), "prompt")

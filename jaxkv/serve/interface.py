@@ -38,6 +38,9 @@ class ServeEngine(Protocol):
     def capacity(self) -> int: ...
 
     @property
+    def longest_prompt(self) -> int: ...
+
+    @property
     def max_len(self) -> int: ...
 
     @property

@@ -57,7 +57,7 @@ class Site:
     @property
     def max_model_len(self) -> int:
         """Prompt and answer together: the model's limit, or what the pool holds."""
-        return min(self.engine.max_len, self.engine.capacity)
+        return min(self.engine.max_len, self.engine.longest_prompt)
 
     def reader(self) -> BodyReader:
         """Reads bodies for the model that is served."""

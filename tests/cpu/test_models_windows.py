@@ -131,6 +131,7 @@ def test_the_cost_of_a_window_does_not_grow_with_the_context() -> None:
 def test_windows_and_scales_are_read_from_every_familys_own_words() -> None:
     found = {name: inspect_checkpoint(FIXTURES / name).config for name in ("mistral", "gemma3", "gemma3_linear", "qwen3")}
     assert found["mistral"].windows == (16, 16, 16)
+    assert [found[name].window for name in ("mistral", "gemma3", "qwen3")] == [16, None, None]  # what a pool need not keep
     assert found["gemma3"].windows == (16, 16, 16, None)
     assert found["gemma3_linear"].windows == (16, None, 16)
     assert found["qwen3"].windows == ()

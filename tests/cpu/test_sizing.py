@@ -177,3 +177,15 @@ def test_what_cannot_be_planned_is_one_line(tmp_path, monkeypatch, capsys, words
     Path("list.json").write_text("[]")
     assert main(["plan", "c.yaml", *words]) == 2
     assert capsys.readouterr() == ("", f"jaxkv: error: {message}\n")
+
+
+def test_where_every_layer_has_a_window_a_long_sequence_takes_no_more_than_that():
+    fields = {"model__dtype": "bfloat16", "model__max_len": 32_768, "scheduler__rows": 32}
+    found = planned("Mistral-7B-v0.1", pool__tokens=65_536, **fields)
+    assert found.image_bytes == 4096 * 131_072  # 16 chunks of 16 pages of 16 tokens: cells 28,672 to 32,767
+    assert found.sequences_in_pool == 4096 // (4096 // 16 + 64 // 16 + 1)  # pages of the window, of a chunk, and one
+    ample = planned("Mistral-7B-v0.1", 4096 * GIB, **fields)
+    assert ample.pool_tokens == 32 * (4096 + 64 + 16)
+    kept = planned("mamba-130m-hf", pool__state_snapshots=8, scheduler__rows=4, model__dtype="bfloat16")
+    plain = planned("mamba-130m-hf", scheduler__rows=4, model__dtype="bfloat16")
+    assert (kept.bytes_per_device or 0) - (plain.bytes_per_device or 0) == 8 * 2_580_480

@@ -156,7 +156,7 @@ def test_the_state_counts_in_images_and_copies_in_the_pools_bytes_and_the_budget
 def test_what_a_state_means_is_said_once_at_load(made: Engine) -> None:
     said = made.messages[1]
     if made.parts.layout.num_layers:
-        assert said.startswith("each sequence has a state of ") and "pool.prefix_cache has no effect" in said
+        assert said.startswith("each sequence has a state of ") and "pool.prefix_cache has no effect without pool.state_snapshots" in said
         assert "pool of 64 tokens" in made.messages[0] and "states of 4 rows" in made.messages[0]
     else:
         assert "no pages: pool.tokens limits nothing, only rows are short" in said

@@ -134,9 +134,9 @@ class FaultyRunner(FakeRunner):
     def _is_damaged(self, seq_id: int) -> bool:
         return any(chunk.seq_id == seq_id and chunk.epoch == self.epochs[seq_id] for chunk in self.damaged)
 
-    def _read(self, seq_id: int, row: int, num_cells: int) -> None:
+    def _read(self, seq_id: int, row: int, start: int, num_cells: int) -> None:
         if not self._is_damaged(seq_id):
-            super()._read(seq_id, row, num_cells)
+            super()._read(seq_id, row, start, num_cells)
 
     def _advance(self, seq_id: int, row: int, token: int) -> None:
         if not self._is_damaged(seq_id):

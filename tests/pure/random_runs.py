@@ -54,14 +54,21 @@ def with_states(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
         changes |= {"num_pages": 0, "chunk_bytes": 0, "max_len": rng.choice([12, 40])}
     else:
         changes |= {"num_pages": rng.randint(6, 30)}
-    return replace(config, **changes)
+    kept = random.Random(f"snapshots {rng.getstate()}").choice([0, 1, 2, 5])  # leaves the other draws as they are
+    return replace(config, **changes, num_snapshots=kept)
 
 
-def random_loop(rng: random.Random, *, states: bool = False) -> WatchedLoop:
+def with_window(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
+    """The same for a model whose layers all see a window only."""
+    return replace(config, window=rng.choice([1, 2, 3, 5, 8, 13]), num_pages=rng.randint(3, 16), max_len=rng.choice([12, 40, 60]))
+
+
+def random_loop(rng: random.Random, *, states: bool = False, windows: bool = False) -> WatchedLoop:
     """A loop whose copies land early, late or out of order."""
     burst = random.Random(f"burst {rng.getstate()}").choice([1, 2, 3, 16])  # leaves the other draws as they are
     config = replace(random_config(rng), prefill_burst=burst)
     config = with_states(rng, config) if states else config
+    config = with_window(rng, config) if windows else config
     max_delay = rng.choice([0, 0, 1, 3] if config.park_every else [0, 0, 1, 3, 12])
 
     def delay(chunk: Chunk) -> int:
@@ -76,6 +83,8 @@ def random_shift(rng: random.Random, config: SchedulerConfig, prompt_len: int) -
     """A context for that prompt that shifts, where pool and model leave room for one."""
     size = config.page_size
     most_len = min(config.max_len, config.num_pages * size)
+    if prompt_len > most_len:
+        return None
     length = rng.randint(prompt_len, most_len)
     num_pages = length // size
     if not num_pages:
@@ -97,7 +106,7 @@ class Crowd:
         self.patience = self.moods.choice([0, 0.9, 1, 1])
         self.shift_rate = rng.choice([0, 0, 0.2, 0.8])
         if job.scheduler.config.state_bytes:
-            self.shares, self.shift_rate = False, 0
+            self.shares, self.shift_rate = self.shares and job.scheduler.config.num_snapshots > 0, 0
 
     @property
     def num_added(self) -> int:
@@ -137,10 +146,10 @@ class Crowd:
         return self.rng.choice(live) if live and self.rng.random() < 0.9 else self.rng.randint(0, self.num_added)
 
 
-def run_seed(seed: int, *, states: bool = False) -> WatchedLoop:
-    """One whole run, of a model with states or without."""
+def run_seed(seed: int, *, states: bool = False, windows: bool = False) -> WatchedLoop:
+    """One whole run, of a model with states or without, that sees a window only or all."""
     rng = random.Random(seed)
-    job = random_loop(rng, states=states)
+    job = random_loop(rng, states=states, windows=windows)
     crowd = Crowd(job, rng)
     events, weights = list(EVENTS), list(EVENTS.values())
     if rng.random() < 0.4:  # an undisturbed one

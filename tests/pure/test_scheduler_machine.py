@@ -25,12 +25,12 @@ COUNTED = (
 )  # fmt: skip
 
 
-def run_named(seed: int, *, states: bool = False) -> Counter[str]:
+def run_named(seed: int, *, states: bool = False, windows: bool = False) -> Counter[str]:
     """A random run; what happened in it."""
     try:
-        return Counter(run_seed(seed, states=states).counts)
+        return Counter(run_seed(seed, states=states, windows=windows).counts)
     except Exception as error:
-        raise AssertionError(f"run_seed({seed}, states={states}): {type(error).__name__}: {error}") from error
+        raise AssertionError(f"run_seed({seed}, states={states}, windows={windows}): {type(error).__name__}: {error}") from error
 
 
 def test_random_runs_keep_every_promise() -> None:
@@ -46,8 +46,16 @@ def test_random_runs_of_models_with_states_keep_every_promise() -> None:
     totals: Counter[str] = Counter()
     for seed in range(150):
         totals += run_named(seed, states=True)
-    without = ("num_shifts", "cached_tokens", "num_forks", "num_last_resorts", "num_parks_stuck")  # no context shifts, no prompt is found
+    without = ("num_shifts", "num_forks", "num_last_resorts", "num_parks_stuck")  # no context shifts, nobody begins with another's state
     few = {name: totals[name] for name in COUNTED if name not in without and totals[name] < (2 if name in RARE else 10)}
+    assert not few, f"{few} of {totals}"
+
+
+def test_random_runs_of_models_with_windows_keep_every_promise() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(150):
+        totals += run_named(seed, windows=True)
+    few = {name: totals[name] for name in COUNTED if totals[name] < (2 if name in RARE else 10)}
     assert not few, f"{few} of {totals}"
 
 
@@ -58,6 +66,7 @@ def test_many_random_runs_keep_every_promise() -> None:
     for seed in range(first, first + int(os.environ.get("JAXKV_RUNS", "20000"))):
         run_named(seed)
         run_named(seed, states=True)
+        run_named(seed, windows=True)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from jaxkv.scheduler import Chunk, Counters, DoesNotFit, Note, Outcome, Plan, SchedulerConfig, SequenceView, State
 from jaxkv.scheduler.sequence import AWAY, OVER
 from tests.pure.faulty_loop import FaultyLoop
+from tests.pure.windows import longest_answer, longest_prompt
 
 COUNTS = tuple(field.name for field in fields(Counters) if field.name not in ("host_bytes", "pool_use_at_park"))
 
@@ -21,7 +22,7 @@ class WatchedLoop(FaultyLoop):
         super().__init__(config, delay, num_staging)
         num_chunks = config.num_pages // config.chunk_pages + config.rows + 1
         self.most_idle_steps = 4 + 2 * num_chunks * (max_delay + 2)
-        self.longest = min(config.num_pages * config.page_size or config.max_len, config.max_len)
+        self.longest, self.most_cells = longest_prompt(config), longest_answer(config)
         self.away: list[int] = []
         self.waiting: set[int] = set()
         self.line: set[int] = set()
@@ -41,7 +42,7 @@ class WatchedLoop(FaultyLoop):
 
     def add(self, seq_id: int, prompt_len: int, max_new: int | None, stops_after: int | None = None, **more: Any) -> int | None:
         limit = super().add(seq_id, prompt_len, max_new, stops_after, **more)
-        most = self.longest - prompt_len + 1
+        most = self.most_cells - prompt_len + 1
         if more.get("shift"):
             self.shifting.add(seq_id)
             assert limit == max_new
@@ -269,7 +270,7 @@ class WatchedLoop(FaultyLoop):
             if view.seq_id not in self.shifting
             and view.state is State.DECODING
             and view.num_generated + 1 == view.limit
-            and view.num_cells < view.num_pages * size
+            and view.num_cells < (view.num_gone + view.num_pages) * size
         }
         assert not chosen & ending, f"{chosen & ending} are parked in the step that ends them"
 
