@@ -170,7 +170,7 @@ def land(books: Books, chunk: Chunk) -> None:
     books.free_row(flight.row)
     books.host.land(flight.image_chunk)
     for seq in waiting_for(books, flight):
-        seq.copies_left.discard(chunk.index)
+        seq.copies_left.discard(seq.image.index(flight.image_chunk))  # of another sequence's image it may be another one
         go_on(books, seq)
 
 

@@ -140,9 +140,17 @@ def step_cells(config: SchedulerConfig, seq: Sequence, held: int, margin: int = 
 
 def step_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
     """Pages it must have to run its next chunk or decode step and `margin` tokens more, gone ones included; in a replay those of all it
-    had and its next step then, or, where pages go on the way, of the next step of the replay."""
-    held = seq.num_cells if seq.replay_to and is_windowed(config, seq) else seq.whole_cells
-    return cell_pages(config, step_cells(config, seq, held, margin))
+    had and its next step then.
+
+    Where pages go on the way, those of the next step of the replay; and no more for the margin than it will hold at once.
+    """
+    if not is_windowed(config, seq):
+        return cell_pages(config, step_cells(config, seq, seq.whole_cells, margin))
+    pages = cell_pages(config, step_cells(config, seq, seq.num_cells))
+    if not margin:
+        return pages
+    num_cells, prompt_len = step_cells(config, seq, seq.num_cells, margin), seq.prompt_len if seq.prompt_left or seq.replay_to else 0
+    return max(pages, min(cell_pages(config, num_cells), seq.num_gone + most_pages(config, prompt_len, num_cells)))
 
 
 def entry_pages(config: SchedulerConfig, seq: Sequence) -> int:
