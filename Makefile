@@ -40,9 +40,9 @@ test: $(READY) ## the tests; those on real weights are skipped where SmolLM2 can
 test-slow: weights ## the tests that take minutes
 	@$(PYTEST) -m "slow and not accelerator and not clients"
 
-test-clients: weights ## other people's clients against the server, each in an environment of its own (takes a GB of disk)
+test-clients: weights ## other people's clients against the server, each in an environment of its own (a GB of disk; 7 with HEAVY=1, for guidellm)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements.lock --no-build-isolation --editable '.[clients]'
-	for client in 'lm_eval lm-eval[api]==0.4.13' 'llm llm==0.36' 'aiperf aiperf==0.13.0'; do
+	for client in 'lm_eval lm-eval[api]==0.4.13' 'llm llm==0.36' 'aiperf aiperf==0.13.0' $(if $(HEAVY),'guidellm guidellm==0.8.1'); do
 	  read -r name package <<< "$$client"
 	  [ -x $(CLIENTS)/$$name/bin/$$name ] && continue
 	  $(BIN)/python -m venv $(CLIENTS)/$$name

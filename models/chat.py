@@ -1,14 +1,14 @@
 """Chat templates: Jinja in a sandbox, with the helpers that templates written for transformers expect. Knows no tokens."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 import jinja2
 from jinja2.ext import Extension
-from jinja2.nodes import Name, Node
+from jinja2.nodes import CallBlock, Name, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -16,13 +16,17 @@ from jaxkv.models.errors import ModelError
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks answers for training; here it is only passed through."""
+    """`{% generation %}` marks answers for training; here it is only passed through. As in transformers, what is set inside stays there."""
 
     tags = {"generation"}  # noqa: RUF012 (as its base class declares it)
 
     def parse(self, parser: Parser) -> Node | list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
+
+    def _inside(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 
 from jaxkv.config import Config, load_config
+from jaxkv.observe.observers import Observers
 from jaxkv.scheduler.books import Counters
 from jaxkv.serve.app import build_app
 from jaxkv.serve.batches import Batches
@@ -33,6 +34,7 @@ class ServedFake(FakeEngine):
         self.fault: BaseException | None = None
         self.num_faults = 1000  # steps that raise it
         self.stats, self.num_compiles_after_warmup = EngineStats(), 0
+        self.observers = Observers()
         self.scheduler = SimpleNamespace(counters=Counters())
         self.parts = SimpleNamespace(
             transfer=SimpleNamespace(

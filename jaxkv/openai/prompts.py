@@ -10,6 +10,7 @@ from jaxkv.openai.values import Reader, refuse, shown, text
 from jaxkv.output import Detokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # what a message thought, by the names that clients and templates have for it
 _NO_TOKENIZER = "this model has no tokenizer, so only prompts of token ids work"
 
 
@@ -104,12 +105,22 @@ def _message(field: str, value: Any, unknown: set[str]) -> dict[str, Any]:
     for key in ("function_call", "audio"):
         if value.get(key):
             raise RequestError(f"{field}.{key}: is not supported{'; use tool_calls' if key == 'function_call' else ''}", field)
-    known = {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "audio", "refusal"}
+    known = {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", "audio", "refusal", *REASONING}
     unknown.update(f"messages[].{key}" for key in value.keys() - known)
     name = {} if value.get("name") is None else {"name": text(f"{field}.name", value["name"])}
     of_tools = _of_tools(field, value)
-    has_calls = "tool_calls" in of_tools and value.get("content") is None
-    return {"role": role, "content": None if has_calls else _content(f"{field}.content", value.get("content")), **name, **of_tools}
+    has_only_calls = "tool_calls" in of_tools and value.get("content") is None  # a key that is not there is nothing, null is "None" to some
+    content = {} if has_only_calls else {"content": _content(f"{field}.content", value.get("content"))}
+    return {"role": role, **content, **name, **of_tools, **_reasoning(field, value)}
+
+
+def _reasoning(field: str, value: dict[str, Any]) -> dict[str, str]:
+    """What the message thought, as transformers gives it to templates: by the names that these read, whatever the client calls it."""
+    found = {name: text(f"{field}.{name}", value[name]) for name in REASONING if value.get(name) is not None}
+    if not found:
+        return {}
+    first = next(iter(found.values()))
+    return {"thinking": first, **found, "reasoning_content": first}
 
 
 def _of_tools(field: str, value: dict[str, Any]) -> dict[str, Any]:

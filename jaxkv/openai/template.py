@@ -63,7 +63,7 @@ def render_wish(render: Callable[..., str], messages: list[dict[str, Any]], tool
     """
     if not wish.continue_final_message:
         return render(messages, wish.add_generation_prompt, tools, **wish.variables)
-    if not isinstance(content := messages[-1]["content"], str):
+    if not isinstance(content := messages[-1].get("content"), str):
         raise ValueError("continue_final_message: the last message has no content to go on with")
     rendered = render([*messages[:-1], {**messages[-1], "content": content + _END_MARK}], False, tools, **wish.variables)
     end = rendered.rfind(_END_MARK.strip())

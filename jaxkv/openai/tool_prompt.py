@@ -97,7 +97,7 @@ def _spelled(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     parts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join(part for part in (message["content"], *parts) if part)}
+    return {**rest, "content": "\n".join(part for part in (message.get("content"), *parts) if part)}
 
 
 def _response(message: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+from jaxkv.observe.observers import Observers
 from jaxkv.scheduler.books import Counters
 from jaxkv.stats import EngineStats
 from jaxkv.status import EngineStatus
@@ -13,6 +14,7 @@ def no_engine() -> Any:
     copies = SimpleNamespace(park_s=[], restore_s=[], bytes_to_host=0, bytes_to_device=0)
     return SimpleNamespace(
         stats=EngineStats(),
+        observers=Observers(),
         scheduler=SimpleNamespace(counters=Counters()),
         parts=SimpleNamespace(transfer=SimpleNamespace(stats=copies)),
         num_compiles_after_warmup=0,

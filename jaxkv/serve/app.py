@@ -3,6 +3,7 @@
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -15,6 +16,7 @@ from jaxkv.serve.facts import fact_routes, tokenizer_routes
 from jaxkv.serve.file_routes import FILES, batch_routes, file_routes
 from jaxkv.serve.gate import Gate
 from jaxkv.serve.hosts import hosts_for
+from jaxkv.serve.leave import GONE
 from jaxkv.serve.operator import operator_routes
 from jaxkv.serve.rest import rest_routes
 from jaxkv.serve.site import Site
@@ -35,6 +37,7 @@ def build_app(site: Site) -> ASGIApp:
     app.include_router(page_routes(pages))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _fault)
@@ -53,6 +56,11 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _fault(request: Request, error: Exception) -> Response:
     """A fault of ours; the framework raises it on, and the gate writes it into the log."""
     return await _api_error(request, errors.internal())
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """The client was gone before its request was whole."""
+    return Response(status_code=GONE)
 
 
 async def _request_error(request: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 
 from jaxkv.batch.answers import AnswerWriter
@@ -27,6 +28,7 @@ from jaxkv.openai import BodyReader, ParsedBody, derive_seed
 from jaxkv.serve import errors
 from jaxkv.serve.ask import check_model
 from jaxkv.serve.batch_record import BatchRecord
+from jaxkv.serve.batch_window import Window
 from jaxkv.serve.errors import ApiError
 from jaxkv.serve.files import FileStore
 from jaxkv.serve.inbox import Inbox
@@ -44,13 +46,10 @@ logger = logging.getLogger("jaxkv")
 class BatchRun:
     """Runs a batch until it has ended. Cancelled, it stops where it is, and another run goes on from there."""
 
-    def __init__(self, record: BatchRecord, store: FileStore, service: Service, config: Config, model: str) -> None:
+    def __init__(self, record: BatchRecord, store: FileStore, service: Service, config: Config, model: str, window: Window) -> None:
         self.record, self._store, self._service, self._config, self._model = record, store, service, config, model
         self._source = Source(record.input_id, store.content(record.input_id))
-        self._tally, self._in_flight, self._room = Tally(), 0, asyncio.Event()
-        self._room_checked = 0.0
-        rows = config.scheduler.rows
-        self.window = min(2 * rows, max(1, config.server.max_waiting // 2))  # sequences that the engine has at a time
+        self._tally, self._window, self._room_checked = Tally(), window, 0.0
 
     async def run(self) -> None:
         """All that is missing, and the end."""
@@ -164,8 +163,9 @@ class BatchRun:
                 line, request, body = found
                 if isinstance(body, ParsedBody):
                     num = len(body.prompts) * body.params.n
-                    await self._enter(num)
-                    group.create_task(self._answer(line, request, body, num, writer))
+                    await self._window.enter(num)
+                    task = group.create_task(self._answer(line, request, body, writer))
+                    task.add_done_callback(partial(self._left, num))  # also of one that never began
                 else:
                     writer.fail(line, request.custom_id, *body)
                     self._count()
@@ -192,14 +192,10 @@ class BatchRun:
             params = dataclasses.replace(params, priority=FLEX)
         return dataclasses.replace(body, params=params)
 
-    async def _enter(self, num: int) -> None:
-        """Wait until so many sequences more are few enough; one that is larger than the window goes alone."""
-        while self._in_flight and self._in_flight + num > self.window:
-            self._room.clear()
-            await self._room.wait()
-        self._in_flight += num
+    def _left(self, num: int, task: "asyncio.Task[None]") -> None:
+        self._window.leave(num)
 
-    async def _answer(self, line: RawLine, request: Request, body: ParsedBody, num: int, writer: AnswerWriter) -> None:
+    async def _answer(self, line: RawLine, request: Request, body: ParsedBody, writer: AnswerWriter) -> None:
         try:
             inboxes = await self._finished(line, body)
             completions = [inbox.completion for inbox in inboxes if inbox.completion is not None]
@@ -215,9 +211,6 @@ class BatchRun:
         except RequestError as error:
             writer.fail(line, request.custom_id, "invalid_request", error)
             self._count()
-        finally:
-            self._in_flight -= num
-            self._room.set()
 
     async def _finished(self, line: RawLine, body: ParsedBody) -> list[Inbox]:
         """The request's sequences when all have ended, however often the server has to be waited for."""

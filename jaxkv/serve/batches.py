@@ -1,4 +1,4 @@
-"""The batches of a server: takes them, runs one after another beside everything else, ends them early where a client asks.
+"""The batches of a server: takes them, runs some beside each other and everything else, ends them early where a client asks.
 
 They are written down beside the files they read and write, so that a server that is started again goes on with them.
 """
@@ -16,11 +16,13 @@ from jaxkv.openai.names import served_name
 from jaxkv.serve import errors
 from jaxkv.serve.batch_record import BatchRecord, read_batch_ask
 from jaxkv.serve.batch_run import BatchRun
+from jaxkv.serve.batch_window import Window
 from jaxkv.serve.errors import ApiError
 from jaxkv.serve.files import FileStore, new_id, read_records
 from jaxkv.serve.service import Service
 
 MAX_OPEN = 100  # batches that have not ended
+MAX_TOGETHER = 8  # of these, how many are worked on at a time
 MAX_KEPT = 1000  # in all; the oldest that have ended are forgotten, their files stay
 logger = logging.getLogger("jaxkv")
 
@@ -34,7 +36,9 @@ class Batches:
         self._records = {record.id: record for record in read_records(store.folder, "batch_", lambda facts: BatchRecord(**facts))}
         store.sweep(self._is_being_written)
         self._news = asyncio.Event()
-        self._running: tuple[BatchRecord, asyncio.Task[None]] | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}  # by id
+        self._works: dict[str, asyncio.Task[None]] = {}  # what of these `cancel` ends
+        self._window = Window(min(2 * config.scheduler.rows, max(1, config.server.max_waiting // 2)))
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -97,8 +101,8 @@ class Batches:
         if record.status != "cancelling":
             record.turn("cancelling")
             record.save(self.store.folder)
-            if self._running is not None and self._running[0] is record:
-                self._running[1].cancel()
+            if batch_id in self._works:
+                self._works[batch_id].cancel()
             self._news.set()
         return record
 
@@ -116,16 +120,20 @@ class Batches:
         return any(file_id in (record.output_id, record.error_id) for record in self._open)
 
     async def _run(self, service: Service) -> None:
-        """One after another, the oldest first; those to be cancelled before all others, since nothing has to be ready for that."""
-        while True:
-            self._news.clear()
-            waiting = sorted(self._open, key=lambda record: record.status not in ("cancelling", "finalizing"))
-            if not waiting:
-                await self._news.wait()
-            elif waiting[0].status in ("cancelling", "finalizing") or service.is_ready:
-                await self._run_one(waiting[0], service)
-            else:
-                await self._ready_or_news(service)
+        """Some beside each other, the oldest first; those to be cancelled at once, since nothing has to be ready for that."""
+        try:
+            while True:
+                self._news.clear()
+                waiting = [record for record in self._open if record.id not in self._running]
+                ending = [record for record in waiting if record.status in ("cancelling", "finalizing")]
+                others = [record for record in waiting if record not in ending][: max(0, MAX_TOGETHER - len(self._running))]
+                for record in [*ending, *(others if service.is_ready else ())]:
+                    self._running[record.id] = asyncio.create_task(self._run_one(record, service))
+                await (self._news.wait() if service.is_ready or not others else self._ready_or_news(service))
+        finally:  # the server stops
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     async def _ready_or_news(self, service: Service) -> None:
         tasks = [asyncio.ensure_future(service.wait_open()), asyncio.ensure_future(self._news.wait())]
@@ -137,20 +145,20 @@ class Batches:
 
     async def _run_one(self, record: BatchRecord, service: Service) -> None:
         """Run it; what goes wrong ends this batch and nothing else."""
-        run = BatchRun(record, self.store, service, self._config, self._model)
-        task = asyncio.create_task(run.run())
-        self._running = record, task
+        run = BatchRun(record, self.store, service, self._config, self._model, self._window)
+        work = self._works[record.id] = asyncio.create_task(run.run())
         try:
-            await asyncio.wait([task])
+            await asyncio.wait([work])
         except asyncio.CancelledError:  # the server stops
-            task.cancel()
-            await asyncio.wait([task])
+            work.cancel()
+            await asyncio.wait([work])
             raise
         finally:
-            self._running = None
-        if task.cancelled():  # by `cancel`
+            del self._running[record.id], self._works[record.id]
+            self._news.set()
+        if work.cancelled():  # by `cancel`
             self._finish(run)
-        elif (error := task.exception()) is not None and not record.has_ended and service.is_admitting:
+        elif (error := work.exception()) is not None and not record.has_ended and service.is_admitting:
             self._fail(run, error)
 
     def _fail(self, run: BatchRun, error: BaseException) -> None:

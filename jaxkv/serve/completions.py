@@ -10,13 +10,11 @@ from jaxkv.errors import RequestError
 from jaxkv.openai import Endpoint, Frame
 from jaxkv.scheduler import DoesNotFit
 from jaxkv.serve.ask import Ask, read_ask
-from jaxkv.serve.leave import ClientLeft, unless_left
+from jaxkv.serve.leave import GONE, ClientLeft, unless_left
 from jaxkv.serve.reply import Reply
 from jaxkv.serve.schema import body_schema, of_body
 from jaxkv.serve.site import Site, request_id
 from jaxkv.serve.sse import EventStream, JsonResponse
-
-_GONE = 499  # nobody reads it
 
 
 def completion_routes(site: Site) -> APIRouter:
@@ -46,7 +44,7 @@ async def complete(site: Site, endpoint: Endpoint, request: Request) -> Response
             return EventStream(reply.events(), reply.cancel)
         return JsonResponse(await unless_left(request.receive, reply.whole()))
     except ClientLeft:
-        return Response(status_code=_GONE)
+        return Response(status_code=GONE)
     except BaseException:  # also when this task is cancelled in the very moment in which the engine has taken the request
         for reply in begun:
             reply.cancel()

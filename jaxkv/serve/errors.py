@@ -16,14 +16,19 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, kind: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.code, self.param = status, kind, code, param
+        super().__init__(spelled(message))
+        self.status, self.kind, self.code, self.param = status, kind, code, param and spelled(param)
         self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
         """What clients read."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def spelled(text: str) -> str:
+    """A text of a caller's with nothing in it that UTF-8 cannot spell."""
+    return text.encode(errors="replace").decode()
 
 
 def bad_request(error: RequestError) -> ApiError:

@@ -18,6 +18,7 @@ from jaxkv.observe.events import Event
 from jaxkv.serve import errors
 from jaxkv.serve.errors import ApiError
 from jaxkv.serve.hosts import Hosts
+from jaxkv.serve.http import MAX_HEADER_BYTES
 from jaxkv.serve.keys import Keys, bearer
 
 logger = logging.getLogger("jaxkv")
@@ -49,6 +50,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET, and whoever writes to the connection leaves the body out
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         request_id = _request_id(headers.get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
@@ -65,6 +68,8 @@ class Gate:
             has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
+            if _head_bytes(scope) > MAX_HEADER_BYTES:  # which came in one piece, so that nobody had to wait for its end
+                raise errors.no_http()
             self._check(scope["path"], headers)
             await self._app(scope, receive, tell)
         except ApiError as error:
@@ -81,7 +86,7 @@ class Gate:
         origin, host = headers.get("origin"), headers.get("host", "")
         if not self._hosts.accept(host):
             raise errors.foreign_host(host)
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and not _is_at(origin, host):
             raise errors.foreign_origin()
         key = bearer(headers.get("authorization"))
         if self._keys and path not in self._open_paths and not self._keys.accept(key) and not self._operator_keys.accept(key):
@@ -100,6 +105,20 @@ async def answer(error: ApiError, send: Send) -> None:
     raw = [(name.encode(), value.encode()) for name, value in headers.items() if value]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
+
+
+def _head_bytes(scope: Scope) -> int:
+    """What a request takes before its body, nearly."""
+    named = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    return named + len(scope.get("raw_path") or b"") + len(scope["query_string"])
+
+
+def _is_at(origin: str, host: str) -> bool:
+    """Whether a page comes from this host; one whose address cannot be read comes from elsewhere."""
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:
+        return False
 
 
 def _request_id(given: str | None) -> str:

@@ -14,6 +14,7 @@ from jaxkv.serve.errors import ApiError
 
 HEADERS_S = 30.0  # for the headers of a request, from its first byte or from the connection's beginning
 MAX_HEADER_BYTES = 32 * 1024
+MAX_AHEAD_BYTES = 64 * 1024  # of further requests while one is being answered
 
 
 class Http(H11Protocol):
@@ -30,6 +31,16 @@ class Http(H11Protocol):
         """Bytes have."""
         super().data_received(data)
         self._watch()
+
+    def handle_events(self) -> None:
+        """Requests, from what has come. While one is answered the next ones wait, but reading goes on: else nobody hears of an end."""
+        super().handle_events()
+        if self.conn.their_state is not h11.DONE or not self.flow.read_paused:
+            return
+        if len(self.conn.trailing_data[0]) > MAX_AHEAD_BYTES:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody is there any more."""

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+GONE = 499  # the status of an answer that nobody reads
 INSIST_S = 0.1  # a task that passed over being cancelled is told again
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from jaxkv.serve.absent import no_engine
+from jaxkv.serve.clock import StepClock
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -87,6 +88,7 @@ class Meter:
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self._highest: dict[tuple[str, ...], float] = {}
         self._before: dict[tuple[str, ...], float] = {}  # what engines counted that are gone
+        self._clock = StepClock()
 
     def keep(self, engine: Any) -> None:
         """The engine will be gone: the next one's counts are added to its."""
@@ -94,9 +96,11 @@ class Meter:
         for _ in self._counters(engine, {}):
             pass
         self._before = dict(self._highest)
+        self._clock.forget()
 
     def take(self, engine: Any) -> None:
         """Count what the last step brought."""
+        self._clock.watch(engine)
         stats, transfer, counters = engine.stats, engine.parts.transfer.stats, engine.scheduler.counters
         found = {
             "time_to_first_token_seconds": stats.ttft_s,
@@ -119,7 +123,7 @@ class Meter:
         engine = no_engine() if engine is None else engine
         self.take(engine)
         info = InfoMetricFamily("jaxkv", "What is served", facts)
-        families = [*self._counters(engine, responses), *gauges(engine), sleeps, *self._drawn(), info]
+        families = [*self._counters(engine, responses), *self._clocked(), *gauges(engine), sleeps, *self._drawn(), info]
         if aliases:
             families += [alias(family, facts["model"]) for family in families if family.name.removeprefix("jaxkv_") in ALIASES]
         registry = CollectorRegistry()
@@ -157,6 +161,17 @@ class Meter:
         yield self._counter("faults", "Steps that broke off and were made good", stats.num_faults)
         yield self._counter("losses", "Sequences whose pages or image went bad", stats.num_losses)
         yield self._counter("compilations", "Programs compiled after the start: 0 where all is well", engine.num_compiles_after_warmup)
+
+    def _clocked(self) -> Iterator[Metric]:
+        """The clock's own counts: they go on from one engine to the next."""
+        for name, text, values in (
+            ("step_seconds", "Seconds of the engine's steps, by what they had beside them", self._clock.seconds),
+            ("steps_by_work", "These steps, by the same", self._clock.steps),
+        ):
+            family = CounterMetricFamily(f"jaxkv_{name}", text, labels=["work"])
+            for work, value in values.items():
+                family.add_metric([work], value)
+            yield family
 
     def _counter(self, name: str, text: str, value: Any, label: str | None = None) -> Metric:
         family = CounterMetricFamily(f"jaxkv_{name}", text, labels=[] if label is None else [label])

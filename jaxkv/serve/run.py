@@ -1,6 +1,7 @@
 """A server from start to end: listen, load, serve, drain. Owns the signals and the socket; knows no request."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ KEEP_ALIVE_S = 75  # between two requests on one connection
 FLUSH_S = 2  # for the last bytes of answers, when everything has ended
 CLOSE_S = 10.0  # for the step or the compilation that the engine is in
 EXIT_BROKEN = 1
+NOISY = ("uvicorn.error", "python_multipart")
 
 
 class Stop:
@@ -101,7 +103,10 @@ async def serve(config: Config, make_engine: Any) -> tuple[int, bool]:
 
 
 def web_config(site: Site) -> uvicorn.Config:
-    """uvicorn without its logs, its guesses and its own signal handling."""
+    """uvicorn without its logs, its guesses and its own signal handling. What callers send can make nobody write a line."""
+    for logger in map(logging.getLogger, NOISY):
+        if not logger.handlers:  # else Python writes its warnings to standard error, where no log is set up
+            logger.addHandler(logging.NullHandler())
     return uvicorn.Config(
         build_app(site),
         http=Http,

@@ -55,6 +55,8 @@ async def _read_form(request: Request, most: int, max_mib: int) -> FormData:
         return await MultiPartParser(request.headers, limited(), max_files=1, max_fields=8, max_part_size=1024).parse()
     except (MultiPartException, FormParserError) as error:
         raise RequestError(f"the body is no form that can be read: {error}", "file") from None
+    except UnicodeError:  # of a charset that is none for names
+        raise RequestError("the body is no form that can be read: its names are not in the charset that it says", "file") from None
 
 
 def _check(form: FormData) -> UploadFile:
@@ -86,4 +88,4 @@ async def _copy(source: BinaryIO, draft: Path, service: Service) -> None:
 
 def _name(given: str | None) -> str:
     """What the client calls it, without folders; only ever shown."""
-    return (given or "").replace("\\", "/").rpartition("/")[2][:255] or "file.jsonl"
+    return errors.spelled((given or "").replace("\\", "/").rpartition("/")[2][:255]) or "file.jsonl"

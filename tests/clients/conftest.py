@@ -1,5 +1,6 @@
 """What other people's clients share: where each is installed, and one server over SmolLM2, in a process of its own, for all of them."""
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ from typing import IO
 
 import httpx2
 import pytest
+
+from jaxkv.models.load_gguf import open_gguf
 
 FOLDER = os.environ.get("JAXKV_CLIENTS")  # one virtual environment for each, named after its command
 START_S = 180.0
@@ -62,6 +65,18 @@ def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         reading.join()
         process.stderr.close()
     assert code == 0 and "Traceback" not in "".join(lines), "".join(lines)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's tokenizer as transformers reads one; clients that make load make their prompts with it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    found = open_gguf(smollm2).tokenizer()
+    assert found is not None
+    found.save(folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
 
 
 def _read(told: IO[str], lines: list[str], ready: threading.Event) -> None:

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from jaxkv.models.load_gguf import open_gguf
 from tests.clients.conftest import figures
 
 pytestmark = [pytest.mark.clients, pytest.mark.weights]
@@ -17,16 +16,6 @@ OPTIONS = (
     *("--prompt-input-tokens-mean", "60", "--prompt-output-tokens-mean", str(ANSWER), "--extra-inputs", "ignore_eos:true"),
     "--use-server-token-count",
 )
-
-
-@pytest.fixture(scope="session")
-def tokenizer(smollm2, tmp_path_factory):
-    """The model's tokenizer as transformers reads one; aiperf makes its prompts with it."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    open_gguf(smollm2).tokenizer().save(folder)
-    settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
 
 
 @pytest.fixture

@@ -17,6 +17,10 @@ BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 HEADER = {"benchmark", "command", "commit", "uncommitted_changes", "versions", "hardware", "model", "dtype", "rounds"}
 SMALL_PROMPTS = ["--prompt", "8", "--answer", "8"]
 STALL = ["--victim", "20", "--chat", "4", "--parks", "1", "--quiet-steps", "2", "--natural-steps", "30", "--copies", "2"]
+FIXED = [
+    *("--workload.lengths", "fixed", "--workload.num_requests", "3", "--workload.prompt_len_min", "40", "--workload.prompt_len_max", "40"),
+    *("--workload.answer_len_min", "40", "--workload.answer_len_max", "40"),
+]
 RUNS: dict[str, tuple[list[str], set[str]]] = {
     "decode": (
         ["--rows", "2", "--contexts", "8,16", "--step-context", "16", "--long", "40", "--short", "8", "--repeats", "2"],
@@ -47,8 +51,8 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
     "stall": (STALL, {"victim_tokens", "victim_mb", "bystanders", "gaps_ms", "copies"}),
     "startup": (["--prompt", "4"], {"format", "starts_s", "cold_over", "cold_over_processor"}),
     "serve": (
-        ["--model.path", "smollm2", "--chats", "3", "--prompt", "40", "--answer", "40", "--apart", "1"],
-        {"chats", "prompt_tokens", "answer_tokens", "demand_tokens", "loads"},
+        ["--model.path", "smollm2", "--model.max_len", "80", "--pool.tokens", "120", "--apart", "1", *FIXED],
+        {"requests", "chat", "demand_tokens", "pool_tokens", "workload", "loads"},
     ),
 }  # fmt: skip
 
@@ -123,9 +127,13 @@ def check_policies(found: dict[str, Any]) -> None:
 
 def check_serve(found: dict[str, Any]) -> None:
     for load in found["loads"].values():
-        assert load["completed"] == load["identical"] == "3 of 3"
-    assert found["loads"]["half"]["parks"]["median"] > 0 == found["loads"]["ample"]["parks"]["median"]
-    assert found["loads"]["half"]["decode_steps"] >= found["loads"]["half"]["bound_steps"]
+        assert load["completed"] == load["identical"] == "3 of 3" and load["errors"] == []
+        assert load["no_gap_over_2_s"] == (load["longest_gap_s"] <= 2)
+    ample, tight = found["loads"]["ample"], found["loads"]["tight"]
+    assert tight["parks"]["median"] > 0 == ample["parks"]["median"]
+    assert tight["decode_steps"] >= tight["bound_steps"] and ample["bound_steps"] == 39
+    assert 0 <= tight["park_cost"]["share"] < 1 and ample["park_cost"]["more_steps"] == 0
+    assert (found["demand_tokens"], found["pool_tokens"]) == (240, 120)
 
 
 CHECKS = {
@@ -143,6 +151,25 @@ def test_every_key_is_described(name: str) -> None:
     readme = (BENCHMARKS / "README.md").read_text()
     keys = RUNS[name][1] if name in RUNS else PEERS
     assert [key for key in sorted(HEADER | keys) if f"`{key}`" not in readme] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--workload.cancels", "0.5"),
+            "workload: whole answers of one choice each are compared here; set cancels to 0 and choices to [1]",
+        ),
+        (("--pool.tokens", "240", *FIXED), "pool.tokens: got 240, and the load takes 240 at most: set fewer, so that it does not fit"),
+        (
+            ("--chat", "1", "--model.max_len", "null", *FIXED),
+            "model.max_len: is null, and a chat may then take any number of tokens; set it",
+        ),
+    ],
+)
+def test_a_load_that_cannot_be_compared_is_refused_before_a_server_starts(config: Path, words: tuple[str, ...], said: str) -> None:
+    done = run("serve", config, *words)
+    assert (done.returncode, done.stderr) == (2, f"serve: error: {said}\n")
 
 
 def test_a_wrong_field_is_one_line_and_exit_code_2(config: Path) -> None:

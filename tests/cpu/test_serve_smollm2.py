@@ -57,8 +57,8 @@ async def crowd_with_leavers(http, asked, chance):
     return staying
 
 
-def config(path, pool_tokens, rows):
-    model = {"path": str(path), "dtype": "float32", "max_len": 512}
+def config(path, pool_tokens, rows, max_len=512):
+    model = {"path": str(path), "dtype": "float32", "max_len": max_len}
     return load_config({"model": model, "pool": {"tokens": pool_tokens}, "scheduler": {"rows": rows}, "server": {"model_name": "smollm2"}})
 
 
@@ -78,17 +78,20 @@ def test_four_chats_that_each_fit_and_together_do_not_say_what_each_says_alone_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"max_tokens": 150, "ignore_eos": True}, {}], ids=["long", "without max_tokens"])
-def test_eight_chats_in_a_pool_for_two_or_three_say_what_each_says_alone(smollm2, fields):
+@pytest.mark.parametrize(
+    ("fields", "max_len", "pool_tokens"),
+    [({"max_tokens": 100, "ignore_eos": True}, 512, 320), ({}, 144, 320)],
+    ids=["long", "without max_tokens"],  # which go on until they end by themselves, or are max_len long
+)
+def test_eight_chats_in_a_pool_for_two_or_three_say_what_each_says_alone(fields, max_len, pool_tokens, smollm2):
     asked = bodies(8, **fields)
 
     async def talk(http, service):
         crowded, num_parks = await crowd(http, service, asked)
-        staying = [await crowd_with_leavers(http, asked, random.Random(seed)) for seed in range(2)]
+        staying = await crowd_with_leavers(http, asked, random.Random(1))
         return crowded, num_parks, staying, [await stream(http, body) for body in asked]
 
-    crowded, num_parks, staying, alone = serve_engine(config(smollm2, 448, 8), talk)
+    crowded, num_parks, staying, alone = serve_engine(config(smollm2, pool_tokens, 8, max_len), talk)
     assert num_parks > 0 and {reason for _, reason, _ in crowded} <= {"length", "stop"}
     assert [found[:2] for found in crowded] == [found[:2] for found in alone]
-    for found in staying:
-        assert [one[:2] for one in found] == [one[:2] for one in alone[::2]]
+    assert [found[:2] for found in staying] == [found[:2] for found in alone[::2]]

@@ -85,6 +85,9 @@ end
     {% endgeneration %}
 """
 
+SCOPES = """{% set a = 1 %}{% for m in messages %}{% generation %}{% set a = 2 %}\
+{{ loop.index }}{{ a }}{% endgeneration %}{{ a }} {% endfor %}"""
+
 NAMESPACE = """{% set ns = namespace(last=-1) %}{% for m in messages %}\
 {% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}\
 {{ ns.last }}{{ '|' }}\
@@ -122,6 +125,7 @@ def render(template: str, messages: list[dict[str, Any]], **variables: Any) -> s
         ),
         (MISTRAL, TALK[1:], {}, "<s>[INST]  Is 1 < 2 & 'so'?  [/INST]Yes.</s>[INST] Why?\n [/INST]"),
         (BLOCKS, TALK, {}, "\n  1:user\n  2:assistant\nend\n"),
+        (SCOPES, TALK, {}, "121 221 321 421 "),
         (NAMESPACE, TALK, {}, "3|2|Why?|nobody|False"),
         ("{{ messages[1] | tojson }}", TALK, {}, """{"role": "user", "content": " Is 1 < 2 & 'so'? "}"""),
         ("{{ {'b': 'é', 'a': [1]} | tojson(indent=2) }}", TALK, {}, '{\n  "b": "é",\n  "a": [\n    1\n  ]\n}'),
@@ -129,7 +133,10 @@ def render(template: str, messages: list[dict[str, Any]], **variables: Any) -> s
         ("{{ documents is none }} {{ tools is none }} {{ nothing is defined }}[{{ nothing }}]", TALK, {}, "True True False[]"),
         ("{% if thinking is defined and not thinking %}<think></think>{% endif %}", TALK, {"thinking": False}, "<think></think>"),
     ],
-    ids=["chatml", "chatml alone", "llama 3", "gemma", "mistral", "blocks", "namespace", "json", "indented", "ascii", "names", "variables"],
+    ids=[
+        *("chatml", "chatml alone", "llama 3", "gemma", "mistral", "blocks", "scopes", "namespace"),
+        *("json", "indented", "ascii", "names", "variables"),
+    ],
 )  # fmt: skip
 def test_a_template_renders_as_transformers_renders_it(
     template: str, messages: list[dict[str, Any]], variables: dict[str, Any], expected: str

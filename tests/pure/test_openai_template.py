@@ -55,6 +55,25 @@ def test_a_template_that_leaves_the_last_message_out_cannot_be_gone_on_with() ->
         render_wish(lambda messages, begins, tools: "nothing", HELLO, None, TemplateWish(False, True))
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_what_a_message_thought_reaches_the_template_by_the_names_that_templates_read(name: str) -> None:
+    seen: list[Any] = []
+
+    class Tokenizer(ByteTokenizer):
+        def render_chat(self, messages: Any, *args: Any, **variables: Any) -> str:
+            seen.extend(messages)
+            return "x"
+
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Yes.", name: "Hm."}]
+    parsed = BodyReader(Tokenizer(), 257, {}).read(Endpoint.CHAT, {"messages": talk}, 0)
+    thought = {"thinking": "Hm.", "reasoning_content": "Hm.", name: "Hm."}
+    assert parsed.unknown == frozenset()
+    assert seen == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Yes.", **thought}]
+    with pytest.raises(RequestError) as caught:
+        BodyReader(Tokenizer(), 257, {}).read(Endpoint.CHAT, {"messages": [{**talk[1], name: 5}]}, 0)
+    assert str(caught.value) == f"messages[0].{name}: got 5, allowed: a string"
+
+
 def test_a_completion_has_no_template_to_say_anything_about() -> None:
     body = {"prompt": "hi", "chat_template_kwargs": {"a": 1}}
     assert BodyReader(ByteTokenizer(), 257, {}).read(Endpoint.COMPLETION, body, 0).unknown == {"chat_template_kwargs"}

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jaxkv.batch import run_batch
-from jaxkv.serve import batch_record, batch_run
+from jaxkv.serve import batch_record, batch_run, batches
 from jaxkv.serve.batch_record import BatchRecord
 from jaxkv.testing import FakeEngine
 from tests.serving import ServedFake, client_of, config, site, until
@@ -172,7 +172,24 @@ def test_a_batch_that_is_cancelled_keeps_the_answers_it_has(tmp_path):
     assert (again.status_code, again.json()["error"]["message"]) == (400, message)
 
 
-def test_one_runs_after_another_and_one_that_waits_may_be_cancelled(tmp_path):
+def test_batches_go_on_beside_each_other_and_take_turns(tmp_path):
+    async def talk(http, engine, made):
+        long = await begin(http, [line(f"a{index}", **LONG) for index in range(3)] + [line(f"b{index}") for index in range(40)])
+        await until(lambda: engine.num_live == 4)  # the window: the short ones of the first take turns behind the long ones
+        short = await ended(http, (await begin(http, [line(f"c{index}") for index in range(4)]))["id"])
+        state = (await http.get(f"{BATCHES}/{long['id']}")).json()
+        await http.post(f"{BATCHES}/{long['id']}/cancel")
+        return short, state, await ended(http, long["id"])
+
+    short, state, long = run(talk, tmp_path, ServedFake(rows=8, step_s=0.001), max_waiting=8)
+    assert short["status"] == "completed" and short["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+    assert state["status"] == "in_progress" and 0 < state["request_counts"]["completed"] < 40
+    assert long["status"] == "cancelled"
+
+
+def test_more_batches_than_are_worked_on_at_a_time_wait_and_one_that_waits_may_be_cancelled(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "MAX_TOGETHER", 1)
+
     async def talk(http, engine, made):
         first = await begin(http, [line("a", **LONG)])
         second = await begin(http, [line("b")])
@@ -187,6 +204,7 @@ def test_one_runs_after_another_and_one_that_waits_may_be_cancelled(tmp_path):
 
     found, listed, rest = run(talk, tmp_path)
     assert [batch["status"] for batch in found] == ["cancelled", "cancelled", "completed"]
+    assert found[1]["in_progress_at"] is None, "it never began"
     assert listed["has_more"] and not rest["has_more"]
     assert {batch["id"] for batch in [*listed["data"], *rest["data"]]} == {batch["id"] for batch in found}
 

@@ -177,6 +177,25 @@ def test_no_name_of_a_client_is_ever_a_name_on_disk(name, tmp_path):
     assert names == {".lock", f"{made['id']}.content", f"{made['id']}.json"}
 
 
+def in_charset(charset, filename=r"a\ud800.jsonl", field="purpose"):
+    """A form that says what its names are written in."""
+    content = f'--x\r\ncontent-disposition: form-data; name="file"; filename="{filename}"\r\n\r\n{{}}\r\n--x\r\n'
+    content += f'content-disposition: form-data; name="{field}"\r\n\r\nbatch\r\n--x--\r\n'
+    return {"content": content.encode(), "headers": {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}}
+
+
+def test_names_that_no_text_can_spell_are_no_fault_of_ours(tmp_path):
+    async def talk(http):
+        made = await http.post(FILES, **in_charset("unicode_escape"))
+        refused = await http.post(FILES, **in_charset("unicode_escape", field=r"\udfff"))
+        return made, refused, await http.post(FILES, **in_charset("undefined")), await http.get(FILES)
+
+    made, refused, unread, listed = run(talk, tmp_path)
+    assert made.json()["filename"] == listed.json()["data"][0]["filename"] == "a?.jsonl"
+    assert error(refused) == (400, "invalid_request", f"?: {ONLY}") and refused.json()["error"]["param"] == "?"
+    assert error(unread)[2] == "the body is no form that can be read: its names are not in the charset that it says"
+
+
 def test_a_restart_knows_the_files_and_removes_what_a_kill_left(tmp_path):
     folder = tmp_path / "kept"
     made = run(lambda http: http.post(FILES, **form(b"kept\n")), tmp_path).json()

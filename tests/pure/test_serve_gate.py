@@ -123,7 +123,10 @@ def test_what_is_no_http_gets_an_error_body_too():
             writer.close()
             return found
 
-    for data in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nlong: " + b"x" * 70_000):
+    head = b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    many = b"".join(b"x%d: 12345678901234567890\r\n" % number for number in range(2000))
+    long = [head + b"long: " + b"x" * 70_000, head + b"long: " + b"x" * 70_000 + b"\r\n\r\n", head + many + b"\r\n"]
+    for data in (b"nonsense\r\n\r\n", *long, head.replace(b"/ ", b"/" + b"x" * 40_000 + b" ", 1) + b"\r\n"):
         found = asyncio.run(go(data))
         assert found.startswith(b"HTTP/1.1 400 Bad Request\r\n")
         assert b'"message":"this is no valid HTTP request, or its headers are too long"' in found

@@ -5,7 +5,9 @@ import json
 import re
 import signal
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -146,6 +148,24 @@ def test_a_batch_that_a_stopped_server_left_is_done_by_the_next(capsys, tmp_path
     assert run(ServedFake(step_s=0.005), capsys, begin, **settings)[0] == (0, True)
     assert run(ServedFake(), capsys, wait, **settings)[0] == (0, True)
     assert found[1] == {"total": 1, "completed": 1, "failed": 0}
+
+
+def test_what_a_caller_sends_makes_nobody_write_to_standard_error():
+    code = """
+import asyncio
+from tests.serving import listening
+
+async def go():
+    async with listening() as (_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"nonsense\\r\\n\\r\\n")
+        print((await reader.read())[:12])
+        writer.close()
+
+asyncio.run(go())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("b'HTTP/1.1 400'\n", "")
 
 
 def test_a_connection_keeps_no_small_packet_back():

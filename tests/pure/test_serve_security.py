@@ -128,6 +128,65 @@ def test_a_client_that_takes_its_time_between_two_requests_is_served(monkeypatch
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("origin", ["http://[", "http://a]b", "null", "file://", ""])
+def test_an_origin_that_cannot_be_read_is_a_foreign_one(origin):
+    found = ask("GET", "/v1/models", headers={"origin": origin})
+    assert (found.status_code, found.json()["error"]["code"]) == (403, "foreign_origin")
+
+
+def post(body, **headers):
+    lines = [f"POST {COMPLETION} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+LONG = b'{"prompt": "ab", "max_tokens": 3000, "ignore_eos": true}'
+
+
+def leave_after(*parts):
+    """A client that sends this and is gone: how many sequences there still are a second later, and what was answered."""
+
+    async def go():
+        engine = ServedFake(step_s=0.002)
+        async with listening(engine) as (made, url), asyncio.timeout(10):
+            _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            for part in parts:
+                writer.write(part)
+                await asyncio.sleep(0.1)
+            before = engine.num_live
+            writer.close()
+            await asyncio.sleep(1)
+            return before, engine.num_live, dict(made.responses)
+
+    return asyncio.run(go())
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault_of_ours(caplog):
+    before, after, responses = leave_after(post(LONG)[:-5])
+    assert (before, after, responses) == (0, 0, {499: 1}) and not caplog.records
+
+
+@pytest.mark.parametrize(("more", "is_served_meanwhile"), [(post(LONG), True), (b"GET / HTTP/1.1\r\nx: ", True), (b"x" * 200_000, False)])
+def test_a_client_that_leaves_is_noticed_though_it_sent_more_than_one_request(more, is_served_meanwhile):
+    """More than fits beside a request that is being answered ends both at once."""
+    before, after, _ = leave_after(post(LONG), more)
+    assert (before, after) == (int(is_served_meanwhile), 0)
+
+
+def test_requests_that_are_sent_in_one_go_are_answered_one_after_another():
+    short = b'{"prompt": "ab", "max_tokens": 2}'
+    found, _ = send(post(short) + post(short, connection="close"))
+    assert found.count(b"HTTP/1.1 200 OK") == 2 and found.count(b'"text_completion"') == 2
+
+
+@pytest.mark.parametrize(("path", "status"), [("/version", 200), ("/", 200), ("/nowhere", 404), (CHAT, 405)])
+def test_head_is_get_without_the_body(path, status):
+    found, _ = send(f"HEAD {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode()) and body == b""
+    assert int(re.search(rb"content-length: (\d+)", head)[1]) > 10
+
+
 @pytest.mark.parametrize("depth", [900, 1010, 100_000])
 def test_a_deeply_nested_body_is_refused_like_any_other(depth):
     for body in ("[" * depth + "]" * depth, '{"messages": ' + "[" * depth + "]" * depth + "}"):

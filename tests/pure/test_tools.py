@@ -248,7 +248,7 @@ def test_a_template_sees_ids_names_and_content_that_is_null():
     read({"messages": talk(name="weather"), "tools": [NOW]}, tokenizer=Spy())
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
     result = {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "call_1"}
-    assert seen == [([*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, result], [NOW])]
+    assert seen == [([*HELLO, {"role": "assistant", "tool_calls": [call]}, result], [NOW])]
     read({"messages": HELLO}, tokenizer=Spy())
     assert seen[1] == (HELLO, None)
 
