@@ -39,7 +39,7 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     if image is None:
         return False
     if seq.num_computed == seq.num_cached:
-        seq.num_cells = seq.num_cached = seq.num_gone = 0
+        seq.num_cells = seq.num_cached = 0
     books.host.let_go(seq.kept)
     seq.image, seq.kept = image, {}
     seq.image_pages = sum(chunk.span.num_pages for chunk in image)
@@ -49,7 +49,7 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     books.pages.leave(seq.seq_id, list(leaving))
     books.pages.give_back(seq.seq_id, [page for page in seq.held_pages if page not in leaving])
     books.leave_row(seq, is_free=all(chunk.row is None for chunk in seq.copies_due))
-    seq.pages = []
+    seq.pages, seq.num_gone = [], seq.num_gone if image else 0
     seq.state = State.PARKING if seq.copies_left else State.PARKED
     if seq.copies_due:
         books.to_park.append(seq)

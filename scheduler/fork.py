@@ -35,7 +35,9 @@ def plan_forks(books: Books, turn: Turn, first: Sequence) -> tuple[Fork, ...]:
 
 
 def may_fork(first: Sequence, seq: Sequence) -> bool:
-    """Whether it is of the same group, and has computed nothing yet."""
+    """Whether it is of the same group, has computed nothing yet, and needs none of the pages that are gone."""
+    if first.num_gone and seq.shift is not None:
+        return False
     return seq.group == first.group and seq is not first and seq.state is State.PREFILLING and seq.num_computed == seq.num_cached
 
 

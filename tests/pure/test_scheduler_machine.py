@@ -87,6 +87,8 @@ def test_runs_that_once_broke_a_promise_keep_it(seed: int) -> None:
     [
         pytest.param(662, id="a copy that several images wait for is not at the same place in each"),
         pytest.param(691, id="no more is asked for the margin than is held at once"),
+        pytest.param(1802, id="one parked before its first chunk has none of the pages that it found"),
+        pytest.param(2116, id="a context that may shift does not begin with pages that are gone"),
     ],
 )
 def test_runs_with_windows_that_once_broke_a_promise_keep_it(seed: int) -> None:
