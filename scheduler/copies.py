@@ -49,7 +49,7 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
     books.pages.leave(seq.seq_id, list(leaving))
     books.pages.give_back(seq.seq_id, [page for page in seq.held_pages if page not in leaving])
     books.leave_row(seq, is_free=all(chunk.row is None for chunk in seq.copies_due))
-    seq.pages, seq.num_gone = [], seq.num_gone if image else 0
+    seq.pages, seq.num_gone = [], seq.num_gone if seq.num_cells else 0
     seq.state = State.PARKING if seq.copies_left else State.PARKED
     if seq.copies_due:
         books.to_park.append(seq)
