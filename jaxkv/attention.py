@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.pool import LayerPages, LayerStates, PoolLayout, decode, encode
+from jaxkv.cells import decode, encode
+from jaxkv.pool import LayerPages, LayerStates, PoolLayout
 from jaxkv.work_list import MASKED, Partials, Work, attend_listed, list_work
 
 BLOCK_TOKENS = 64  # keys per block; a longer page is a block of its own

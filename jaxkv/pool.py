@@ -1,9 +1,9 @@
 """The pool: what a page and a state are made of, how big they are, where their arrays live. Knows nothing of sequences or who owns what.
 
-One (K, V) pair of arrays per layer, each `[p, k, z, d]`: a page of one layer is one contiguous run of memory, so parking it is a copy of
-runs, and the kv heads are an axis of their own, so sharding them leaves every page whole. Page 0 is the trash page: idle rows and padding
-write there, and nobody reads it. Lists of per-layer arrays are updated in place by donated programs; one stacked array is not
-(docs/ARCHITECTURE.md has the figures).
+One (K, V) pair of arrays per layer, each `[p, k, z, d]`, cells as cells.py makes them: a page of one layer is one contiguous run of memory,
+so parking it is a copy of runs, and the kv heads are an axis of their own, so sharding them leaves every page whole. Page 0 is the trash
+page: idle rows and padding write there, and nobody reads it. Lists of per-layer arrays are updated in place by donated programs; one
+stacked array is not (docs/ARCHITECTURE.md has the figures).
 
 Behind the layers with pages come those whose sequences have a state of fixed size instead: arrays `[rows, ...]`, one slot for each row of
 the decode batch, so that a decode step takes them as they lie.
@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 TRASH_PAGE = 0
+SCALE_BYTES = 4  # of the float32 behind the numbers of a cell in int8
 
 LayerPages = tuple[Array, Array]  # K and V of one layer, [p, k, z, d]
 LayerStates = tuple[Array, ...]  # of one layer, [rows, ...] each
@@ -56,7 +57,7 @@ class PoolLayout:
     page_size: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # what a cell means: float32, bfloat16 or float16
+    dtype: str  # what a cell means: float32, bfloat16, float16 or int8
     storage: str  # how its bits are kept: uint16 for bfloat16 on CPU, else the same
     states: tuple[tuple[StateArray, ...], ...] = ()  # of each layer that has a state
     rows: int = 0  # slots for them
@@ -69,9 +70,14 @@ class PoolLayout:
         return sum(array.num_bytes for layer in self.states for array in layer)
 
     @property
+    def cell_len(self) -> int:
+        """Stored numbers of one cell."""
+        return cell_len(self.dtype, self.head_dim)
+
+    @property
     def page_shape(self) -> tuple[int, int, int]:
-        """[k, z, d] of one page in one layer."""
-        return (self.num_kv_heads, self.page_size, self.head_dim)
+        """[k, z, d] of one page in one layer, d as stored."""
+        return (self.num_kv_heads, self.page_size, self.cell_len)
 
     @property
     def page_bytes(self) -> int:
@@ -98,6 +104,11 @@ class PoolLayout:
     def num_bytes(self) -> int:
         """Device bytes of the whole pool."""
         return self.pages_bytes + self.states_bytes
+
+
+def cell_len(dtype: str, head_dim: int) -> int:
+    """Numbers that a cell takes: in int8 the bytes of its scale too."""
+    return head_dim + SCALE_BYTES if dtype == "int8" else head_dim
 
 
 def storage_dtype(backend: str, dtype: str) -> str:
@@ -211,19 +222,3 @@ class PoolHolder:
         written, checksum = self._put(self.states, state, np.int32(row))
         self.arrays = [*pages, *written]
         return checksum
-
-
-def encode(x: Array, layout: PoolLayout) -> Array:
-    """New keys or values as the pool keeps them. In float16 the nearest finite: infinity would spoil whoever owns the page next."""
-    if layout.dtype == "float16":
-        largest = float(jnp.finfo(jnp.float16).max)
-        x = jnp.clip(x, -largest, largest)
-    x = x.astype(layout.dtype)
-    return x if layout.storage == layout.dtype else jax.lax.bitcast_convert_type(x, layout.storage)
-
-
-def decode(x: Array, layout: PoolLayout) -> Array:
-    """Gathered cells as float32."""
-    if layout.storage != layout.dtype:
-        x = jax.lax.bitcast_convert_type(x, layout.dtype)
-    return x.astype(jnp.float32)

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv.cells import decode, encode
 from jaxkv.config import Config, scheduler_config
 from jaxkv.errors import ConfigError, RequestError
 from jaxkv.models import ModelConfig
 from jaxkv.models.families import model_class
-from jaxkv.pool import PoolArrays, PoolLayout, decode, encode
+from jaxkv.pool import PoolArrays, PoolLayout
 from jaxkv.request import SamplingParams
 from jaxkv.scheduler import BadShift, ContextShift, SchedulerConfig, Shift, whole_pages
 

@@ -1,7 +1,7 @@
 """What a model takes by its numbers alone: parameters, bytes per token and per sequence, what a device of a given memory holds, and how
 long a park takes over a link of a given speed. Reads a config.json at most, never weights; allocates nothing.
 
-    KV bytes of a token        2 x layers that keep pages x kv heads x head dim x bytes of a number
+    KV bytes of a token        2 x layers that keep pages x kv heads x head dim x bytes of a number (int8: and 4 of a scale for each head)
     state bytes of a sequence  jaxkv.models.state_bytes: per recurrent layer a window in the model's dtype and a sum in float32
     image of n tokens          transfer chunks of whole pages, the last one padded, and the states; where every layer sees a window, of the
                                pages that its next token sees
@@ -22,6 +22,7 @@ from jaxkv.models.families import model_class
 from jaxkv.models.parameters import abstract_model
 from jaxkv.models.read_config import read_config
 from jaxkv.models.states import WIDTHS
+from jaxkv.pool import cell_len
 from jaxkv.windows import image_pages, sequence_pages
 
 GIB = 2**30
@@ -78,7 +79,7 @@ def read_shape(config: Config, shape: Path | None) -> ModelConfig:
 
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
     """Keys and values of one token in all layers that keep pages."""
-    return 2 * len(model.page_layers) * model.num_kv_heads * model.head_dim * WIDTHS[kv_dtype]
+    return 2 * len(model.page_layers) * model.num_kv_heads * cell_len(kv_dtype, model.head_dim) * WIDTHS[kv_dtype]
 
 
 def measure(

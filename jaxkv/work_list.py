@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.pool import LayerPages, PoolLayout, decode
+from jaxkv.cells import decode
+from jaxkv.pool import LayerPages, PoolLayout
 
 MASKED = -1e30  # finite: the difference of two masked scores must not be NaN
 MOST_ITEMS = 32  # of one turn; more would leave the cache between the gather and the product

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxkv.models.config import ModelConfig
 
-WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,8 +58,8 @@ class PoolSection(Section):
     memory_fraction: float = Field(
         default=0.8, gt=0, le=1, description="share of the device's free memory the pool takes when tokens is null"
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="what keys and values are stored in; auto is model.dtype"
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
+        default="auto", description="what keys and values are stored in; auto is model.dtype; int8 has a scale for each token and kv head"
     )
     prefix_cache: bool = Field(
         default=True, description="prompt pages stay in the pool, while there is room, for requests that begin alike; no answer changes"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import cells
 from jaxkv.attention import PagedCache, paged_attend, pages_per_block, table_width
 from jaxkv.models import dense_attend
 from jaxkv.pool import PoolLayout
@@ -38,7 +39,8 @@ class Case:
         self.length = length
         q, k, v = (rng.standard_normal((length, heads, D)).astype(np.float32) for heads in (H, K, K))
         self.q = q
-        self.k, self.v = (x.astype(jnp.dtype(dtype)).astype(np.float32) for x in (k, v))  # what a cell of that precision can hold
+        shape = layout(16, dtype)
+        self.k, self.v = (np.asarray(cells.decode(cells.encode(jnp.asarray(x), shape), shape)) for x in (k, v))  # what a cell can hold
 
     @property
     def dense(self) -> np.ndarray:
@@ -51,7 +53,7 @@ class Memory:
 
     def __init__(self, shape: PoolLayout, seed: int = 0) -> None:
         self.layout, self.rng = shape, np.random.default_rng(seed)
-        size = (shape.num_pages + 1, *shape.page_shape)
+        size = (shape.num_pages + 1, shape.num_kv_heads, shape.page_size, shape.head_dim)
         self.pool = [self.rng.standard_normal(size).astype(np.float32) * 3 for _ in range(2)]
         self.free = (self.rng.permutation(shape.num_pages) + 1).tolist()
         self.width = table_width(MAX_LEN, shape.page_size)
@@ -70,7 +72,7 @@ class Memory:
             self.pool[0][page, :, cell], self.pool[1][page, :, cell] = case.k[at], case.v[at]
 
     def arrays(self) -> Any:
-        keys, values = (jnp.asarray(x.astype(jnp.dtype(self.layout.dtype)).view(self.layout.storage)) for x in self.pool)
+        keys, values = (cells.encode(jnp.asarray(x), self.layout) for x in self.pool)
         return [(keys, values)]
 
 
@@ -121,7 +123,7 @@ def prefill(memory: Memory, case: Case, cuts: Sequence[int], c: int) -> tuple[np
 
 def cells_of(pool: Any, row: np.ndarray, length: int) -> np.ndarray:
     """The raw cells of one sequence in order: [2, length, k, d]."""
-    both = [np.asarray(x)[row].transpose(0, 2, 1, 3).reshape(-1, K, D)[:length] for x in pool[0]]
+    both = [np.asarray(x)[row].transpose(0, 2, 1, 3).reshape(-1, K, x.shape[-1])[:length] for x in pool[0]]
     return np.stack(both)
 
 
@@ -160,7 +162,7 @@ def test_several_tokens_of_several_rows_at_once_are_dense_attention(page_size: i
         np.testing.assert_allclose(found[i, :n], case.dense[start : start + n], atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 def test_narrow_cells_round_keys_and_values_and_nothing_else(dtype: str) -> None:
     cases = [Case(length, 5, dtype) for length in (1, 64, 200)]
     found = decode(Memory(layout(16, dtype)), cases)
@@ -174,7 +176,7 @@ def crowd(target: Case, at: int, others: Sequence[int | None], memory_seed: int,
     return decode(Memory(layout(16, dtype), memory_seed), [*neighbours[:at], target, *neighbours[at:]])[at].tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("length", [1, 64, 65, 200])
 def test_a_row_keeps_its_bits_whatever_its_neighbours_its_place_its_pages_and_the_garbage_around(length: int, dtype: str) -> None:
     target = Case(length, 6, dtype)
@@ -185,7 +187,7 @@ def test_a_row_keeps_its_bits_whatever_its_neighbours_its_place_its_pages_and_th
     assert crowd(target, 1, [None, 250, 250], 4, dtype) == alone
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("page_size", [4, 16, 24])
 def test_a_prompt_keeps_its_bits_wherever_it_is_cut(page_size: int, dtype: str) -> None:
     case = Case(200, 7, dtype)
@@ -196,11 +198,12 @@ def test_a_prompt_keeps_its_bits_wherever_it_is_cut(page_size: int, dtype: str) 
         assert found_cells.tobytes() == cells.tobytes(), cuts
 
 
-def test_a_key_is_read_back_from_its_page_even_in_the_step_that_writes_it() -> None:
-    case = Case(5, 8)  # its keys have more digits than bfloat16 keeps
-    rounded = Case(5, 8, "bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_key_is_read_back_from_its_page_even_in_the_step_that_writes_it(dtype: str) -> None:
+    case = Case(5, 8)  # its keys have more digits than the narrow ones keep
+    rounded = Case(5, 8, dtype)
     assert not np.array_equal(case.k, rounded.k)
-    found, _ = prefill(Memory(layout(16, "bfloat16")), case, [0], 8)
+    found, _ = prefill(Memory(layout(16, dtype)), case, [0], 8)
     np.testing.assert_allclose(found, rounded.dense, atol=2e-6)
 
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.pool import TRASH_PAGE, PoolLayout, allocate, decode, encode, storage_dtype
+from jaxkv.cells import decode, encode
+from jaxkv.pool import TRASH_PAGE, PoolLayout, allocate, storage_dtype
 from tests.cpu.checkpoints import one_device
 
 
@@ -57,3 +58,28 @@ def test_one_in_bfloat16_is_the_word_3f80() -> None:
 def test_a_float16_cell_never_becomes_infinite() -> None:
     kept = decode(encode(jnp.array([1e6, -1e6, 3.0]), layout("float16")), layout("float16"))
     assert kept.tolist() == [65504.0, -65504.0, 3.0]
+
+
+def test_a_cell_in_int8_is_its_numbers_and_the_bytes_of_their_scale() -> None:
+    shape = PoolLayout(num_layers=1, num_pages=1, page_size=16, num_kv_heads=1, head_dim=4, dtype="int8", storage="int8")
+    assert shape.page_shape == (1, 16, 8)
+    cell = np.asarray(encode(jnp.array([0.5, -1.27, 0.0, 0.02]), shape))
+    assert cell[:4].tolist() == [50, -127, 0, 2]
+    assert cell[4:].view(np.float32) == np.float32(1.27) / np.float32(127)
+    np.testing.assert_allclose(decode(jnp.asarray(cell), shape), [0.5, -1.27, 0.0, 0.02], atol=1e-7)
+
+
+def test_a_cell_in_int8_is_off_by_at_most_half_a_step_of_its_own_token_and_head() -> None:
+    """A large neighbour costs nothing, so a scale is nobody's but the cell's."""
+    values = np.random.default_rng(0).standard_normal((50, 2, 8)).astype(np.float32) * np.logspace(-6, 6, 100).reshape(50, 2, 1)
+    found = np.asarray(decode(encode(jnp.asarray(values, jnp.float32), layout("int8")), layout("int8")))
+    step = np.abs(values).max(-1, keepdims=True) / 127
+    assert (np.abs(found - values) <= 0.5001 * step).all()
+    assert np.abs(found).max(-1) == pytest.approx(np.abs(values).max(-1))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40, 3.4e38, np.inf])
+def test_a_cell_in_int8_is_finite_whatever_comes(value: float) -> None:
+    found = np.asarray(decode(encode(jnp.array([value, -value, 0, 0, 0, 0, 0, 0]), layout("int8")), layout("int8")))
+    assert np.isfinite(found).all()
+    assert found[0] == -found[1] >= 0

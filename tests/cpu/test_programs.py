@@ -93,6 +93,13 @@ def test_the_pool_is_donated_and_updated_in_place(checkpoint: Checkpoint, compil
         assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)] == places, name
 
 
+@pytest.mark.parametrize("name", ["decode", "prefill", "rotate", "gather", "scatter"])
+def test_a_pool_in_int8_is_updated_in_place_too(name: str) -> None:
+    checkpoint, mesh = load(LLAMA), one_device()
+    found = [compile_program(name, recipes(checkpoint, layout("int8", num_pages, "int8"))[name], mesh) for num_pages in (SMALL, LARGE)]
+    assert found[0].temp_bytes == found[1].temp_bytes
+
+
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", ["decode", "prefill", "gather", "scatter", "rotate", "copy"])
 def test_every_program_lowers_for_an_accelerator_with_its_own_cells(checkpoint: Checkpoint, platform: str, name: str) -> None:
@@ -137,7 +144,7 @@ def words(pages: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("num_layers", [1, 5, 6, 13])  # arrays are added up by tens
-@pytest.mark.parametrize("storage", ["float32", "uint16", "float16"])
+@pytest.mark.parametrize("storage", ["float32", "uint16", "float16", "int8"])
 def test_the_checksum_is_the_weighted_sum_that_it_says_it_is(storage: str, num_layers: int) -> None:
     pages = image(storage, num_layers=num_layers)
     total = 0
@@ -147,7 +154,7 @@ def test_the_checksum_is_the_weighted_sum_that_it_says_it_is(storage: str, num_l
     assert int(run_checksum(pages)) == total % 2**32
 
 
-@pytest.mark.parametrize("storage", ["float32", "uint16", "float16"])
+@pytest.mark.parametrize("storage", ["float32", "uint16", "float16", "int8"])
 def test_any_single_flipped_bit_changes_the_checksum(storage: str) -> None:
     bits = 8 * np.dtype(storage).itemsize
 
@@ -183,7 +190,7 @@ def test_two_cells_two_layers_or_keys_and_values_that_change_places_change_the_c
 # Gather and scatter
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_gather_and_scatter_bring_every_bit_pattern_to_other_pages_and_touch_no_more(dtype: str) -> None:
     shape = PoolLayout(2, 32, 4, 2, 8, dtype, {"bfloat16": "uint16"}.get(dtype, dtype))
     mesh = one_device()
@@ -192,7 +199,7 @@ def test_gather_and_scatter_bring_every_bit_pattern_to_other_pages_and_touch_no_
     rng = np.random.default_rng(1)
     host = [tuple(rng.integers(0, 2 ** (8 * size), (33, *shape.page_shape), f"uint{8 * size}") for _ in range(2)) for _ in range(2)]
     pool: Any = jax.device_put([tuple(x.view(shape.storage) for x in layer) for layer in host], pool_sharding(mesh))
-    assert dtype == "bfloat16" or any(np.isnan(np.asarray(x)).any() for layer in pool for x in layer)
+    assert dtype in ("bfloat16", "int8") or any(np.isnan(np.asarray(x)).any() for layer in pool for x in layer)
 
     source, target = [7, 2, 31], [5, 32, 11]
     pages, sum_out = programs["gather"](pool, np.array([*source, 0], np.int32))

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.cells import decode, encode
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError, RequestError
 from jaxkv.models.config import Rope
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.layers import rope_angles, rope_frequencies, rotate
 from jaxkv.models.llama import Llama
-from jaxkv.pool import PoolLayout, decode, encode, pool_sharding
+from jaxkv.pool import PoolLayout, pool_sharding
 from jaxkv.programs import compile_program, shift_recipes
 from jaxkv.request import SamplingParams
 from jaxkv.scheduler import ContextShift, Plan, Shift
