@@ -19,22 +19,27 @@ from jaxkv.programs import HEAD_TILE, Shapes
 KERNELS = f"paged-blocks-{BLOCK_TOKENS}/head-tile-{HEAD_TILE}/2"  # the last number rises whenever the arithmetic changes
 
 
-def fingerprint_facts(checkpoint: Checkpoint, dtype: str, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
+def fingerprint_facts(
+    checkpoint: Checkpoint, dtype: str, weight_dtype: str | None, layout: PoolLayout, shapes: Shapes, mesh: Mesh
+) -> dict[str, Any]:
     """Everything that is hashed, by name. The same weights read with another rope, end-of-text id or tokenizer are another model."""
     return {
         "weights_sha256": checkpoint.weights_sha256,
         "tokenizer_sha256": None if checkpoint.tokenizer is None else checkpoint.tokenizer.sha256(),
-        **early_facts(checkpoint, dtype, layout, shapes, mesh),
+        **early_facts(checkpoint, dtype, weight_dtype, layout, shapes, mesh),
     }
 
 
-def early_facts(model: Checkpoint | CheckpointInfo, dtype: str, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
+def early_facts(
+    model: Checkpoint | CheckpointInfo, dtype: str, weight_dtype: str | None, layout: PoolLayout, shapes: Shapes, mesh: Mesh
+) -> dict[str, Any]:
     """Those that are known before weights are read."""
     device = mesh.devices.flat[0]
     return {
         "model": model.config.to_json(),
         "eos_ids": sorted(model.eos_ids),
         "dtype": dtype,
+        "weight_dtype": weight_dtype or dtype,
         "kv_dtype": layout.dtype,
         "backend": device.platform,
         "device_kind": device.device_kind,

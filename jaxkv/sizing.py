@@ -1,7 +1,8 @@
 """What a model takes by its numbers alone: parameters, bytes per token and per sequence, what a device of a given memory holds, and how
 long a park takes over a link of a given speed. Reads a config.json at most, never weights; allocates nothing.
 
-    KV bytes of a token        2 x layers that keep pages x kv heads x head dim x bytes of a number (int8: and 4 of a scale for each head)
+    KV bytes of a token        2 x layers that keep pages x kv heads x head dim x bytes of a number (int8: and 4 of a scale for each head),
+                               kv heads counted as often as they are on a device of their own (mesh.tensor)
     state bytes of a sequence  jaxkv.models.state_bytes: per recurrent layer a window in the model's dtype and a sum in float32
     image of n tokens          transfer chunks of whole pages, the last one padded, and the states; where every layer sees a window, of the
                                pages that its next token sees
@@ -17,8 +18,9 @@ from jaxkv.config import Config
 from jaxkv.config.budget import AUTO_MIB, MIB
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
-from jaxkv.models import ModelConfig, inspect_checkpoint, state_bytes
+from jaxkv.models import ModelConfig, inspect_checkpoint, spread, state_bytes
 from jaxkv.models.families import model_class
+from jaxkv.models.int8 import is_scale
 from jaxkv.models.parameters import abstract_model
 from jaxkv.models.read_config import read_config
 from jaxkv.models.states import WIDTHS
@@ -34,6 +36,7 @@ class Sizing:
 
     model_type: str
     dtype: str
+    weight_dtype: str
     kv_dtype: str
     devices: int
     num_parameters: int
@@ -89,18 +92,18 @@ def measure(
     own = "float32" if backend == "cpu" else model.dtype
     dtype = own if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if config.pool.kv_dtype == "auto" else config.pool.kv_dtype
-    num, widths = config.mesh.tensor, WIDTHS[dtype]
-    token, state = kv_bytes_per_token(model, kv_dtype), state_bytes(model, dtype)
+    num, weight_dtype = config.mesh.tensor, dtype if config.model.weight_dtype == "auto" else config.model.weight_dtype
+    token, state = kv_bytes_per_token(spread(model, num), kv_dtype), state_bytes(model, dtype)
     max_len = min(config.model.max_len or model.max_position, model.max_position)
     length = min(sequence_tokens or max_len, max_len)
-    weights, weights_each = weight_numbers(model, dtype, num)
+    parameters, weights, weights_each = weight_numbers(model, dtype, weight_dtype, num)
     rows, page, chunk = config.scheduler.rows, config.pool.page_size, config.transfer.chunk_pages
     gone, end = image_pages(model.window, length, page)
     image = (-(-end // chunk) - gone // chunk) * chunk * page * token + state
     each_pages = sequence_pages(model.window, length, config.scheduler.prefill_chunk, page)
     staging = config.transfer.staging_mib * MIB // num
     slots = rows + (config.pool.state_snapshots if config.pool.prefix_cache else 0)
-    fixed = weights_each * widths + -(-slots * state // num)
+    fixed = weights_each + -(-slots * state // num)
     free = None if memory_bytes is None else memory_bytes - fixed
     tokens = pool_tokens(config, token, free, rows * sequence_pages(model.window, max_len, config.scheduler.prefill_chunk, page) * page)
     pool = None if tokens is None else (tokens + page) * token  # with the trash page
@@ -110,11 +113,12 @@ def measure(
     return Sizing(
         model_type=model.model_type,
         dtype=dtype,
+        weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
         devices=num,
-        num_parameters=weights,
-        weight_bytes=weights * widths,
-        weight_bytes_per_device=weights_each * widths,
+        num_parameters=parameters,
+        weight_bytes=weights,
+        weight_bytes_per_device=weights_each,
         kv_bytes_per_token=token,
         state_bytes_per_sequence=state,
         max_len=max_len,
@@ -145,12 +149,18 @@ def pool_tokens(config: Config, token_bytes: int, free_bytes: int | None, most: 
     return max(0, min(most, (int(share * num / (token_bytes * page)) - 1) * page))
 
 
-def weight_numbers(model: ModelConfig, dtype: str, num: int) -> tuple[int, int]:
-    """How many numbers the weights are, in all and on one of `num` devices."""
-    family, (_, variables) = model_class(model.model_type), abstract_model(model, dtype)
-    total = each = 0
-    for path, variable in variables.items():
-        numbers, spec = math.prod(variable.shape), family.partition(path, variable.shape, num)
-        total += numbers
-        each += numbers // num if any(axis is not None for axis in spec) else numbers
-    return total, each
+def weight_numbers(model: ModelConfig, dtype: str, weight_dtype: str, num: int) -> tuple[int, int, int]:
+    """How many parameters there are, and the bytes of all weights and of those on one of `num` devices."""
+    narrow = "int8" if weight_dtype == "int8" else None
+    family, (_, variables) = model_class(model.model_type), abstract_model(model, dtype, narrow)
+    each = 0
+    for path, variable in abstract_model(spread(model, num), dtype, narrow)[1].items():
+        is_split = any(axis is not None for axis in family.partition(path, variable.shape, num))
+        each += num_bytes(variable) // (num if is_split else 1)
+    parameters = sum(math.prod(variable.shape) for path, variable in variables.items() if not is_scale(path))
+    return parameters, sum(map(num_bytes, variables.values())), each
+
+
+def num_bytes(variable: Any) -> int:
+    """What a parameter takes."""
+    return math.prod(variable.shape) * int(variable.dtype.itemsize)

@@ -18,7 +18,7 @@ from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.fingerprint import early_facts, fingerprint, fingerprint_facts
 from jaxkv.forking import COPY_PAGES, copy_recipes
 from jaxkv.interrupt import check_interrupt
-from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint
+from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, about_copies, check_mesh, inspect_checkpoint, load_checkpoint, spread
 from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding
 from jaxkv.pool_size import MIB, check_pool, check_staging, plan_layout, size_pool
@@ -61,7 +61,14 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     info, mesh, dtype, shapes = plan.info, plan.mesh, plan.dtype, plan.shapes
     use_compilation_cache(cache_folder(config.run.cache_dir))
     stage("check")
-    checkpoint = load_checkpoint(info, dtype=dtype, mesh=mesh, on_stage=on_stage, on_tensor=lambda done, total: check_interrupt())
+    checkpoint = load_checkpoint(
+        info,
+        dtype=dtype,
+        mesh=mesh,
+        weight_dtype=plan.weight_dtype,
+        on_stage=on_stage,
+        on_tensor=lambda done, total: check_interrupt(),
+    )
     stage.skip()
     host = probe_host_memory(pool_sharding(mesh))
     layout = size_pool(config, plan.layout, shapes, mesh)
@@ -79,7 +86,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     warm_up(weights, pool, transfer, programs, layout, shapes)
     stage("warm up")
     budget, clamped = resolve_host_budget(config, available_memory_bytes())
-    facts = fingerprint_facts(checkpoint, dtype, layout, shapes, mesh)
+    facts = fingerprint_facts(checkpoint, dtype, plan.weight_dtype, layout, shapes, mesh)
     return Parts(
         checkpoint=checkpoint,
         weights=weights,
@@ -102,7 +109,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         ),
         fingerprint_facts=facts,
         fingerprint=fingerprint(facts),
-        messages=[banner(info, mesh, layout, dtype, transfer), *remarks(config, layout, shapes, host, clamped)],
+        messages=[banner(plan, layout, transfer), *remarks(config, info.config, layout, shapes, host, clamped)],
     )
 
 
@@ -113,12 +120,13 @@ class Outline:
     info: CheckpointInfo
     mesh: Mesh
     dtype: str
+    weight_dtype: str | None  # int8; None: as the model
     shapes: Shapes
     layout: PoolLayout
 
     def facts(self) -> dict[str, object]:
         """What is known of the fingerprint."""
-        return early_facts(self.info, self.dtype, self.layout, self.shapes, self.mesh)
+        return early_facts(self.info, self.dtype, self.weight_dtype, self.layout, self.shapes, self.mesh)
 
 
 def outline(config: Config) -> Outline:
@@ -129,12 +137,12 @@ def outline(config: Config) -> Outline:
     backend = mesh.devices.flat[0].platform
     dtype = choose_dtype(config.model.dtype, backend, info)
     shapes = choose_shapes(config, info.config)
-    layout = plan_layout(config, info.config, shapes, dtype, backend)
+    layout = plan_layout(config, spread(info.config, mesh.size), shapes, dtype, backend)
     check_staging(config, layout)
     if config.pool.tokens is not None and layout.num_layers:
         check_pool(config, shapes)
         check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
-    return Outline(info, mesh, dtype, shapes, layout)
+    return Outline(info, mesh, dtype, choose_weight_dtype(config, info), shapes, layout)
 
 
 class Stages:
@@ -174,6 +182,11 @@ def choose_dtype(asked: str, backend: str, info: CheckpointInfo) -> str:
     return "float32" if backend == "cpu" else info.config.dtype
 
 
+def choose_weight_dtype(config: Config, info: CheckpointInfo) -> str | None:
+    """`auto` is as they are stored: int8 where a folder was converted so, else None, the model's dtype."""
+    return info.weight_dtype if config.model.weight_dtype == "auto" else config.model.weight_dtype
+
+
 def choose_shapes(config: Config, model: ModelConfig) -> Shapes:
     """What the programs will be compiled for."""
     max_len = config.model.max_len or model.max_position
@@ -197,9 +210,9 @@ def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory, mode
     )
 
 
-def remarks(config: Config, layout: PoolLayout, shapes: Shapes, host: HostMemory, clamped: str | None) -> list[str]:
+def remarks(config: Config, model: ModelConfig, layout: PoolLayout, shapes: Shapes, host: HostMemory, clamped: str | None) -> list[str]:
     """What else is to be said once."""
-    said = [*about_states(config, layout), *about_windows(config, layout, shapes.max_len)]
+    said = [*about_states(config, layout), *about_windows(config, layout, shapes.max_len), *about_copies(model, config.mesh.tensor)]
     return [*said, *(line for line in (clamped, blocking_message(config, host)) if line)]
 
 
@@ -210,14 +223,16 @@ def blocking_message(config: Config, host: HostMemory) -> str | None:
     return f"copies will block (as transfer.blocking: true): {host.why_blocking}; images are kept as {host.kind}"
 
 
-def banner(info: CheckpointInfo, mesh: Mesh, layout: PoolLayout, dtype: str, transfer: Transfer) -> str:
+def banner(plan: Outline, layout: PoolLayout, transfer: Transfer) -> str:
     """One line about what runs where, with the memory kind that the image parked in warming up really got."""
-    device, kinds = mesh.devices.flat[0], ", ".join(sorted(transfer.stats.memory_kinds))
+    device, kinds = plan.mesh.devices.flat[0], ", ".join(sorted(transfer.stats.memory_kinds))
+    numbers = plan.dtype if plan.weight_dtype is None else f"{plan.dtype} with weights in {plan.weight_dtype}"
     pages = f"pool of {layout.num_tokens} tokens ({layout.num_pages} pages of {layout.page_size}, {layout.pages_bytes / MIB:.0f} MiB)"
     states = f"states of {layout.rows} rows ({layout.states_bytes / MIB:.0f} MiB)"
     room = [*([pages] if layout.num_layers else []), *([states] if layout.states else [])]
     return (
-        f"{info.config.model_type} in {dtype} on {mesh.size} x {device.device_kind}; {', '.join(room)}; parked images go to {kinds} memory"
+        f"{plan.info.config.model_type} in {numbers} on {plan.mesh.size} x {device.device_kind}; {', '.join(room)}; "
+        f"parked images go to {kinds} memory"
     )
 
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from jaxkv.models.interface import Attend as Attend
     from jaxkv.models.interface import LanguageModel as LanguageModel
     from jaxkv.models.interface import Recurrence as Recurrence
+    from jaxkv.models.sharding import about_copies as about_copies
     from jaxkv.models.sharding import check_mesh as check_mesh
+    from jaxkv.models.sharding import spread as spread
     from jaxkv.models.states import StateShape as StateShape
     from jaxkv.models.states import state_bytes as state_bytes
     from jaxkv.models.states import state_shapes as state_shapes
@@ -53,7 +55,7 @@ _HOMES = {
     "errors": ("ModelError",),
     "families": ("FAMILIES",),
     "interface": ("Advance", "Attend", "LanguageModel", "Recurrence"),
-    "sharding": ("check_mesh",),
+    "sharding": ("about_copies", "check_mesh", "spread"),
     "states": ("StateShape", "state_bytes", "state_shapes"),
     "tokenizer": ("ByteTokenizer", "TextStream", "Tokenizer"),
 }

@@ -15,7 +15,7 @@ from jaxkv.models.errors import ModelError
 from jaxkv.models.hf_tokenizer import HfTokenizer
 from jaxkv.models.load_gguf import open_gguf
 from jaxkv.models.load_hf import HfFolder, open_hf
-from jaxkv.models.load_orbax import DESCRIPTION, Description, open_converted, write_converted
+from jaxkv.models.load_orbax import DESCRIPTION, ConvertedFolder, Description, open_converted, write_converted
 from jaxkv.models.parameters import OnStage, Stages, flat_parameters, numpy_dtype
 from jaxkv.models.sharding import AXIS, check_mesh
 
@@ -36,11 +36,13 @@ class Opened(Protocol):
     def has_tokenizer(self) -> bool: ...
     @property
     def weights_bytes(self) -> int: ...
+    @property
+    def weight_dtype(self) -> str | None: ...
 
     def check(self) -> None:
         """Refuse missing and left-over tensors."""
 
-    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnProgress | None = None) -> Any: ...
+    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnProgress | None = None, weight_dtype: str | None = None) -> Any: ...
     def tokenizer(self) -> HfTokenizer | None: ...
     def weights_sha256(self, dtype: str) -> str: ...
 
@@ -55,6 +57,7 @@ class CheckpointInfo:
     eos_ids: frozenset[int]
     has_tokenizer: bool
     weights_bytes: int
+    weight_dtype: str | None  # int8 where the products' weights are stored so, else None
     opened: Opened = field(repr=False, compare=False)  # so that whoever loads it next need not read the headers again
 
 
@@ -73,14 +76,22 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     """Read a checkpoint's headers and check its tensor names; raises ModelError for whatever is wrong with it."""
     opened = _open(Path(path))
     opened.check()
-    return CheckpointInfo(Path(path), opened.format, opened.config, opened.eos_ids, opened.has_tokenizer, opened.weights_bytes, opened)
+    known = (opened.format, opened.config, opened.eos_ids, opened.has_tokenizer, opened.weights_bytes, opened.weight_dtype)
+    return CheckpointInfo(Path(path), *known, opened)
 
 
 def load_checkpoint(
-    source: str | Path | CheckpointInfo, *, dtype: str, mesh: Mesh, on_stage: OnStage | None = None, on_tensor: OnProgress | None = None
+    source: str | Path | CheckpointInfo,
+    *,
+    dtype: str,
+    mesh: Mesh,
+    weight_dtype: str | None = None,
+    on_stage: OnStage | None = None,
+    on_tensor: OnProgress | None = None,
 ) -> Checkpoint:
     """Load a model onto a mesh with the axis "tensor", and its tokenizer. `source` is its path, or what `inspect_checkpoint` said of it.
 
+    `weight_dtype` may be int8 for the products' weights (int8.py); None is the model's own, or int8 where they are stored so.
     `on_stage(name, seconds)` hears how long each of open, tokenizer, read, convert, place and hash took, once all are done.
     `on_tensor(done, total)` is called after each tensor of a format that is read tensor by tensor.
     """
@@ -91,24 +102,24 @@ def load_checkpoint(
         check_mesh(opened.config, mesh.shape[AXIS])
     with stages.measure("tokenizer"):
         tokenizer = opened.tokenizer()  # before the weights, since it may be refused
-    model = opened.load(dtype, mesh, stages, on_tensor)
+    model = opened.load(dtype, mesh, stages, on_tensor, weight_dtype or opened.weight_dtype)
     with stages.measure("hash"):
         sha256 = opened.weights_sha256(dtype)
     stages.report(on_stage)
     return Checkpoint(model, opened.config, tokenizer, opened.eos_ids, sha256)
 
 
-def load_draft_head(source: str | Path | CheckpointInfo, *, dtype: str, mesh: Mesh) -> Any:
+def load_draft_head(source: str | Path | CheckpointInfo, *, dtype: str, mesh: Mesh, weight_dtype: str | None = None) -> Any:
     """The head that some models bring to guess further tokens, as a module beside the model; ModelError where there is none."""
     numpy_dtype(dtype)
     opened = _opened(source)
-    if not isinstance(opened, HfFolder) or opened.draft_config is None:
+    if not isinstance(opened, HfFolder | ConvertedFolder) or opened.draft_config is None:
         raise ModelError(
             f"{source.path if isinstance(source, CheckpointInfo) else source} has no draft head; the Hugging Face folders of qwen3_next, "
-            "qwen3_5 and qwen3_5_moe have one where they hold tensors named mtp.*"
+            "qwen3_5 and qwen3_5_moe have one where they hold tensors named mtp.*, and so has what they are converted to"
         )
     check_mesh(opened.config, mesh.shape[AXIS])
-    return opened.load_draft_head(dtype, mesh)
+    return opened.load_draft_head(dtype, mesh, weight_dtype or opened.weight_dtype)
 
 
 def load_tokenizer(source: str | Path | CheckpointInfo) -> HfTokenizer | None:
@@ -116,7 +127,9 @@ def load_tokenizer(source: str | Path | CheckpointInfo) -> HfTokenizer | None:
     return _opened(source).tokenizer()
 
 
-def save_converted(path_in: str | Path, path_out: str | Path, dtype: str, progress: OnProgress | None = None) -> Path:
+def save_converted(
+    path_in: str | Path, path_out: str | Path, dtype: str, progress: OnProgress | None = None, weight_dtype: str | None = None
+) -> Path:
     """Convert a GGUF file or Hugging Face folder to an Orbax checkpoint in this dtype; the folder appears only when it is whole."""
     numpy_dtype(dtype)
     source, target = _open(Path(path_in)), Path(path_out)
@@ -125,9 +138,12 @@ def save_converted(path_in: str | Path, path_out: str | Path, dtype: str, progre
     if target.exists():
         raise ModelError(f"{target} exists already; remove it or choose another folder")
     tokenizer = source.tokenizer()
-    model = source.load(dtype, Mesh(np.array(jax.devices()[:1]), (AXIS,)), Stages(), progress)
-    description = Description(source.config, source.eos_ids, dtype, source.weights_sha256(dtype), source.format)
-    write_converted(target, description, flat_parameters(nnx.state(model)), tokenizer)
+    mesh, draft_head = Mesh(np.array(jax.devices()[:1]), (AXIS,)), None
+    model = source.load(dtype, mesh, Stages(), progress, weight_dtype)
+    if isinstance(source, HfFolder) and source.draft_config is not None:
+        draft_head = flat_parameters(nnx.state(source.load_draft_head(dtype, mesh, weight_dtype)))
+    description = Description(source.config, source.eos_ids, dtype, source.weights_sha256(dtype), source.format, weight_dtype)
+    write_converted(target, description, flat_parameters(nnx.state(model)), tokenizer, draft_head)
     return target
 
 

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import Experts
-from jaxkv.models.layers import GatedMLP, Linear, as_rows, product, works_in_columns, zeros
+from jaxkv.models.layers import GatedMLP, Linear, along_channels, as_rows, product, works_in_columns, zeros
 
 TILE = 4  # rows of a tile; never one, XLA:CPU is many times slower there
 
@@ -66,9 +66,13 @@ class ExpertLinear(nnx.Module):
 
     def __call__(self, expert: Int[Array, ""], x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The expert's product in float32, of columns or rows."""
-        if works_in_columns(x.dtype):
-            return product(lax.dynamic_index_in_dim(self.weight[...], expert, keepdims=False), x)
-        return product(x, lax.dynamic_index_in_dim(self.kernel[...], expert, keepdims=False))
+
+        def own(parameter: nnx.Param[Array]) -> Array:
+            return lax.dynamic_index_in_dim(parameter[...], expert, keepdims=False)
+
+        columns = works_in_columns(x.dtype)
+        y = product(own(self.weight), x) if columns else product(x, own(self.kernel))
+        return y * along_channels(own(self.channel_scale), columns) if hasattr(self, "channel_scale") else y
 
 
 class ExpertMLP(nnx.Module):

@@ -1,6 +1,7 @@
 """Building blocks shared by the families. Knows no family, no cache and no checkpoint.
 
-Weights and activations are in the model's dtype; norms, rotary angles, gates and every product's accumulator are float32.
+Weights (but those in int8, see int8.py) and activations are in the model's dtype; norms, rotary angles, gates and every product's
+accumulator are float32.
 """
 
 import math
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxkv.models.config import Rope
 
@@ -29,12 +30,14 @@ def works_in_columns(dtype: jnp.dtype) -> bool:
     return dtype == jnp.float32
 
 
-def product(a: Float[Array, "x c"], b: Float[Array, "..."], contract: int = 0) -> Float[Array, "x y"]:
+def product(a: Num[Array, "x c"], b: Num[Array, "..."], contract: int = 0) -> Float[Array, "x y"]:
     """a times b over a's last axis and b's axis `contract`, accumulated and returned in float32.
 
     The float32 result type is what keeps bfloat16 fast on CPU: asked for a bfloat16 result, XLA:CPU first converts the whole weight to
-    float32 (30 layers of 576 x 1536, 8 rows: 149 ms instead of 25). Float32 inputs use full float32 products on every backend.
+    float32 (30 layers of 576 x 1536, 8 rows: 149 ms instead of 25). Float32 inputs use full float32 products on every backend. An operand
+    in int8 is a weight, whose numbers every dtype of ours holds exactly.
     """
+    a, b = (x.astype(y.dtype) if x.dtype == jnp.int8 else x for x, y in ((a, b), (b, a)))
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((1,), (contract,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -65,7 +68,8 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A product, with a bias where asked: `weight` [out, in] for columns, `kernel` [in, out] for rows."""
+    """A product, with a bias where asked: `weight` [out, in] for columns, `kernel` [in, out] for rows. With weights in int8 there is a
+    `channel_scale` [out]."""
 
     def __init__(self, in_dim: int, out_dim: int, dtype: jnp.dtype, *, bias: bool = False):
         if works_in_columns(dtype):
@@ -80,11 +84,17 @@ class Linear(nnx.Module):
 
     def wide(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The same, left in float32."""
-        y = product(self.weight[...], x) if works_in_columns(x.dtype) else product(x, self.kernel[...])
-        if not hasattr(self, "bias"):
-            return y
-        bias = self.bias[...].astype(jnp.float32)
-        return y + (bias[:, None] if works_in_columns(x.dtype) else bias[None, :])
+        columns = works_in_columns(x.dtype)
+        y = product(self.weight[...], x) if columns else product(x, self.kernel[...])
+        if hasattr(self, "channel_scale"):
+            y = y * along_channels(self.channel_scale[...], columns)
+        return y + along_channels(self.bias[...], columns) if hasattr(self, "bias") else y
+
+
+def along_channels(x: Float[Array, " o"], columns: bool) -> Float[Array, "..."]:
+    """A number for each output channel, in float32, as it goes with columns or rows."""
+    x = x.astype(jnp.float32)
+    return x[:, None] if columns else x[None, :]
 
 
 class Embedding(nnx.Module):

@@ -39,6 +39,7 @@ class GgufModel:
     eos_ids: frozenset[int]
 
     format = "gguf"
+    weight_dtype = None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -51,8 +52,8 @@ class GgufModel:
     def check(self) -> None:
         self.tensors()
 
-    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnTensor | None = None) -> Any:
-        return place_tensors(self.config, dtype, mesh, self.tensors(), stages, on_tensor)
+    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnTensor | None = None, weight_dtype: str | None = None) -> Any:
+        return place_tensors(self.config, dtype, mesh, self.tensors(), stages, on_tensor, weight_dtype)
 
     def tokenizer(self) -> HfTokenizer | None:
         return gguf_tokenizer(self.file)

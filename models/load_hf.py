@@ -33,6 +33,7 @@ class HfFolder:
     draft_entries: dict[str, Entry]  # of the draft head
 
     format = "huggingface"
+    weight_dtype = None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -50,14 +51,14 @@ class HfFolder:
     def check(self) -> None:
         _checked(self.config, self.entries, self.path)
 
-    def load_draft_head(self, dtype: str, mesh: Mesh) -> Any:
+    def load_draft_head(self, dtype: str, mesh: Mesh, weight_dtype: str | None = None) -> Any:
         """The draft head as a module of its own; it needs the model to run."""
         config = self.draft_config
         assert config is not None
-        return place_tensors(config, dtype, mesh, _checked(config, self.draft_entries, self.path), Stages())
+        return place_tensors(config, dtype, mesh, _checked(config, self.draft_entries, self.path), Stages(), None, weight_dtype)
 
-    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnTensor | None = None) -> Any:
-        return place_tensors(self.config, dtype, mesh, _checked(self.config, self.entries, self.path), stages, on_tensor)
+    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnTensor | None = None, weight_dtype: str | None = None) -> Any:
+        return place_tensors(self.config, dtype, mesh, _checked(self.config, self.entries, self.path), stages, on_tensor, weight_dtype)
 
     def tokenizer(self) -> HfTokenizer | None:
         return read_tokenizer(self.path)

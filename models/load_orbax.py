@@ -1,7 +1,7 @@
 """Converted checkpoints: Orbax arrays named by parameter path, beside a small description and the tokenizer's files.
 
-A folder holds jaxkv.json (config, end-of-text ids, identity of the source), weights/ (Orbax) and, where there is one, tokenizer.json with
-tokenizer_config.json. Arrays have the model's own layout and dtype, so that loading is reading.
+A folder holds jaxkv.json (config, end-of-text ids, identity of the source), weights/ (Orbax) and, where there is one, draft_head/ (Orbax)
+and tokenizer.json with tokenizer_config.json. Arrays have the model's own layout and dtype, so that loading is reading.
 """
 
 import hashlib
@@ -14,16 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.draft_head import draft_config
 from jaxkv.models.errors import ModelError
 from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
 from jaxkv.models.load_hf import read_json
-from jaxkv.models.parameters import OnTensor, Stages, abstract_model, build_model, check_names, shardings, turned
+from jaxkv.models.parameters import (
+    OnTensor,
+    Stages,
+    abstract_model,
+    as_parameters,
+    build_model,
+    check_names,
+    numpy_dtype,
+    shardings,
+    turned,
+)
+from jaxkv.models.sharding import spread, spread_heads
 
-DESCRIPTION, WEIGHTS = "jaxkv.json", "weights"
+DESCRIPTION, WEIGHTS, DRAFT_HEAD = "jaxkv.json", "weights", "draft_head"
 FORMAT = 1
 
 
@@ -36,6 +49,7 @@ class Description:
     dtype: str  # of the stored weights
     weights_sha256: str  # of the source's weight files
     source_format: str
+    weight_dtype: str | None = None  # int8, or None where they are in `dtype`
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "config": self.config.to_json(), "eos_ids": sorted(self.eos_ids)}
@@ -66,43 +80,58 @@ class ConvertedFolder:
     def weights_bytes(self) -> int:
         return sum(file.stat().st_size for file in (self.path / WEIGHTS).rglob("*") if file.is_file())
 
-    def check(self) -> None:
-        check_names(abstract_model(self.config, self.description.dtype)[1], self._stored(), str(self.path / WEIGHTS))
+    @property
+    def weight_dtype(self) -> str | None:
+        return self.description.weight_dtype
 
-    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnTensor | None = None) -> Any:
-        """The model, its arrays restored straight to where they belong."""
-        wanted = shardings(self.config, dtype, mesh)
-        stored = set(abstract_model(self.config, self.description.dtype)[1])
-        asked = {path: target for path, target in wanted.items() if path in stored}
-        other_way = {
-            turned(path): target for path, target in wanted.items() if path not in stored
-        }  # stored for a dtype of the other layout
-        asked |= {
-            path: jax.ShapeDtypeStruct(
-                (*target.shape[:-2], *target.shape[:-3:-1]), target.dtype, sharding=NamedSharding(mesh, PartitionSpec())
-            )
-            for path, target in other_way.items()
-        }
+    @property
+    def draft_config(self) -> ModelConfig | None:
+        """The numbers of the draft head; None where the source had none."""
+        return draft_config(self.config) if (self.path / DRAFT_HEAD).is_dir() else None
+
+    def check(self) -> None:
+        for config, folder in ((self.config, WEIGHTS), (self.draft_config, DRAFT_HEAD)):
+            if config is not None:
+                check_names(self._variables(config), _guarded(self.path / folder, _names), str(self.path / folder))
+
+    def load(self, dtype: str, mesh: Mesh, stages: Stages, on_tensor: OnTensor | None = None, weight_dtype: str | None = None) -> Any:
+        return self._load(WEIGHTS, self.config, dtype, mesh, stages, weight_dtype)
+
+    def load_draft_head(self, dtype: str, mesh: Mesh, weight_dtype: str | None = None) -> Any:
+        """The draft head as a module of its own."""
+        config = self.draft_config
+        assert config is not None
+        return self._load(DRAFT_HEAD, config, dtype, mesh, Stages(), weight_dtype)
+
+    def _load(self, name: str, config: ModelConfig, dtype: str, mesh: Mesh, stages: Stages, weight_dtype: str | None) -> Any:
+        """A module, its arrays restored straight to where they belong as far as they are stored that way."""
+        made = spread(config, mesh.size)
+        wanted, stored = shardings(made, dtype, mesh, weight_dtype), self._variables(config)
+        asked = {path: target for path, target in wanted.items() if path in stored and _fits(stored[path], target)}
+        others = [path for path in stored if path not in asked]
         with stages.measure("read"):
-            arrays = _guarded(self.path / WEIGHTS, lambda ocp, folder: ocp.load(folder, asked))
+            whole = {path: _as_stored(stored[path], dtype, mesh) for path in others}
+            arrays = _guarded(self.path / name, lambda ocp, folder: ocp.load(folder, asked | whole))
             jax.block_until_ready(arrays)
         with stages.measure("convert"):
-            for path, target in other_way.items():
-                arrays[turned(path)] = jax.device_put(np.asarray(arrays.pop(path)).swapaxes(-1, -2).copy(), target.sharding)
-        return build_model(self.config, dtype, arrays)
+            for path in others:
+                parameters = as_parameters(*_as_read(config, path, np.asarray(arrays.pop(path)), mesh), wanted, dtype)
+                arrays |= {name: jax.device_put(array.copy(), wanted[name].sharding) for name, array in parameters.items()}
+        return build_model(made, dtype, arrays, weight_dtype)
+
+    def _variables(self, config: ModelConfig) -> dict[str, Any]:
+        """The parameters as they are stored, by path."""
+        return abstract_model(config, self.description.dtype, self.description.weight_dtype)[1]
 
     def tokenizer(self) -> HfTokenizer | None:
         return read_tokenizer(self.path)
 
     def weights_sha256(self, dtype: str) -> str:
         """The source's, as long as these weights in `dtype` are bit for bit what the source in `dtype` gives."""
-        stored = self.description.dtype
-        if dtype == stored or stored in ("float32", self.config.dtype):
+        stored, kept = self.description.dtype, ("float32", self.config.dtype)  # those that lose nothing of the source
+        if dtype == stored or (stored in kept and (self.weight_dtype is None or dtype in kept)):
             return self.description.weights_sha256
         return hashlib.sha256(f"{self.description.weights_sha256} through {stored}".encode()).hexdigest()
-
-    def _stored(self) -> dict[str, Any]:
-        return _guarded(self.path / WEIGHTS, lambda ocp, folder: ocp.metadata(folder).metadata)
 
 
 def open_converted(path: Path) -> ConvertedFolder:
@@ -117,7 +146,13 @@ def open_converted(path: Path) -> ConvertedFolder:
         raise ModelError(f"{path / DESCRIPTION} is damaged ({error}); convert the original again") from error
 
 
-def write_converted(path: Path, description: Description, arrays: Mapping[str, jax.Array], tokenizer: HfTokenizer | None) -> None:
+def write_converted(
+    path: Path,
+    description: Description,
+    arrays: Mapping[str, jax.Array],
+    tokenizer: HfTokenizer | None,
+    draft_head: Mapping[str, jax.Array] | None = None,
+) -> None:
     """Write a converted checkpoint; the folder appears under its name only when it is whole."""
     from orbax.checkpoint import v1 as ocp
 
@@ -128,6 +163,8 @@ def write_converted(path: Path, description: Description, arrays: Mapping[str, j
         draft.mkdir(parents=True)
         with context:
             ocp.save(draft / WEIGHTS, dict(arrays))
+            if draft_head is not None:
+                ocp.save(draft / DRAFT_HEAD, dict(draft_head))
         if tokenizer is not None:
             tokenizer.save(draft)
         (draft / DESCRIPTION).write_text(json.dumps(description.to_json(), indent=1), encoding="utf-8")
@@ -136,6 +173,30 @@ def write_converted(path: Path, description: Description, arrays: Mapping[str, j
         raise ModelError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _names(ocp: Any, folder: Path) -> dict[str, Any]:
+    """What a folder of arrays holds, by path."""
+    found: dict[str, Any] = ocp.metadata(folder).metadata
+    return found
+
+
+def _as_read(config: ModelConfig, path: str, array: np.ndarray, mesh: Mesh) -> tuple[str, np.ndarray]:
+    """A stored parameter as place_tensors has it from other formats: [out, in], with every kv head that the mesh asks for."""
+    if path.endswith(".kernel"):
+        path, array = turned(path), array.swapaxes(-1, -2)
+    return path, spread_heads(config, mesh.size, path, array)
+
+
+def _fits(stored: Any, target: jax.ShapeDtypeStruct) -> bool:
+    """Whether a parameter can be read straight to its place: not for a dtype of the other layout, more kv heads, or int8 from others."""
+    return bool(stored.shape == target.shape and (stored.dtype == jnp.int8) == (target.dtype == jnp.int8))
+
+
+def _as_stored(stored: Any, dtype: str, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """A parameter on every device, to be worked on; int8 and the scales that belong to it as they are."""
+    exact = stored.dtype in (jnp.int8, jnp.float32)
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype if exact else numpy_dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _guarded(folder: Path, read: Callable[[Any, Path], Any]) -> Any:

@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxkv.models.config import DTYPES, ModelConfig
 from jaxkv.models.errors import ModelError
 from jaxkv.models.families import model_class
+from jaxkv.models.int8 import narrow, quantised, scale_path
+from jaxkv.models.sharding import spread, spread_heads
 
 OnStage = Callable[[str, float], None]
 OnTensor = Callable[[int, int], None]
@@ -60,16 +62,24 @@ def numpy_dtype(name: str) -> jnp.dtype:
 
 
 @lru_cache(maxsize=4)
-def abstract_model(config: ModelConfig, dtype: str) -> tuple[Any, dict[str, Any]]:
-    """The graph definition of a model and its parameters' variables by path, without any memory for them."""
+def abstract_model(config: ModelConfig, dtype: str, weight_dtype: str | None = None) -> tuple[Any, dict[str, Any]]:
+    """The graph definition of a model and its parameters' variables by path, without any memory for them. `weight_dtype` is None for the
+    model's own or int8 (int8.py)."""
     family, jax_dtype = model_class(config.model_type), numpy_dtype(dtype)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(config, jax_dtype)))
+
+    def make() -> nnx.Module:
+        model: nnx.Module = family(config, jax_dtype)
+        if weight_dtype == "int8":
+            narrow(model)
+        return model
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
     return graphdef, {_dotted(path): variable for path, variable in nnx.to_flat_state(state)}
 
 
-def shardings(config: ModelConfig, dtype: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def shardings(config: ModelConfig, dtype: str, mesh: Mesh, weight_dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Every parameter's shape, dtype and sharding on this mesh, by path."""
-    family, (_, variables) = model_class(config.model_type), abstract_model(config, dtype)
+    family, (_, variables) = model_class(config.model_type), abstract_model(config, dtype, weight_dtype)
     specs = {path: family.partition(path, variable.shape, mesh.size) for path, variable in variables.items()}
     return {
         path: jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=NamedSharding(mesh, specs[path]))
@@ -77,9 +87,9 @@ def shardings(config: ModelConfig, dtype: str, mesh: Mesh) -> dict[str, jax.Shap
     }
 
 
-def build_model(config: ModelConfig, dtype: str, arrays: Mapping[str, jax.Array]) -> Any:
+def build_model(config: ModelConfig, dtype: str, arrays: Mapping[str, jax.Array], weight_dtype: str | None = None) -> Any:
     """The module with these arrays as its parameters."""
-    graphdef, variables = abstract_model(config, dtype)
+    graphdef, variables = abstract_model(config, dtype, weight_dtype)
     assert arrays.keys() == variables.keys()
     return nnx.merge(graphdef, nnx.from_flat_state([(_split(path), v.replace(arrays[path])) for path, v in variables.items()]))
 
@@ -99,26 +109,41 @@ def check_shapes(config: ModelConfig, tensors: Sequence[Tensor], where: str) -> 
 
 
 def place_tensors(
-    config: ModelConfig, dtype: str, mesh: Mesh, tensors: Sequence[Tensor], stages: Stages, on_tensor: OnTensor | None = None
+    config: ModelConfig,
+    dtype: str,
+    mesh: Mesh,
+    tensors: Sequence[Tensor],
+    stages: Stages,
+    on_tensor: OnTensor | None = None,
+    weight_dtype: str | None = None,
 ) -> Any:
     """Read, convert and place one tensor at a time, so that the peak is the model plus its largest tensor."""
-    wanted = shardings(config, dtype, mesh)
+    made = spread(config, mesh.size)
+    wanted = shardings(made, dtype, mesh, weight_dtype)
     arrays: dict[str, jax.Array] = {}
     for i, tensor in enumerate(tensors):
-        path = tensor.path if tensor.path in wanted else turned(tensor.path)
-        target = wanted[path]
         with stages.measure("read"):
             raw = tensor.read()
         with stages.measure("convert"):
-            array = tensor.convert(raw).astype(target.dtype, copy=False)
-            array = np.ascontiguousarray(array if path == tensor.path else array.swapaxes(-1, -2))
+            parameters = as_parameters(tensor.path, spread_heads(config, mesh.size, tensor.path, tensor.convert(raw)), wanted, dtype)
         with stages.measure("place"):
-            arrays[path] = jax.device_put(array, target.sharding)
+            arrays |= {path: jax.device_put(array, wanted[path].sharding) for path, array in parameters.items()}
         if on_tensor is not None:
             on_tensor(i + 1, len(tensors))
     with stages.measure("place"):
         jax.block_until_ready(arrays)
-    return build_model(config, dtype, arrays)
+    return build_model(made, dtype, arrays, weight_dtype)
+
+
+def as_parameters(path: str, array: np.ndarray, wanted: Mapping[str, jax.ShapeDtypeStruct], dtype: str) -> dict[str, np.ndarray]:
+    """A tensor as a checkpoint has it, [out, in], as the parameter it becomes: the other way round where the layers like it so, and in int8
+    with another one for its scales. What the model would have in `dtype` is what is stored in int8, so the way to there does not matter."""
+    made = {}
+    here = path if path in wanted else turned(path)
+    if wanted[here].dtype == jnp.int8 and array.dtype != jnp.int8:
+        array, made[scale_path(here)] = quantised(array.astype(jnp.dtype(dtype)))
+    made[here] = array if here == path else array.swapaxes(-1, -2)
+    return {name: np.ascontiguousarray(x.astype(wanted[name].dtype, copy=False)) for name, x in made.items()}
 
 
 def turned(path: str) -> str:

@@ -19,7 +19,7 @@ from jaxkv.workload.shard import Shard
 
 # Settings that decide the fingerprint: while they stay, a job with nothing left to do needs no engine to know that it is the same.
 _SETTINGS = {
-    "model": ("path", "dtype", "max_len"),
+    "model": ("path", "dtype", "weight_dtype", "max_len"),
     "pool": ("page_size", "kv_dtype"),
     "scheduler": ("rows", "prefill_chunk"),
     "mesh": ("tensor",),

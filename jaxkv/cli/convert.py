@@ -19,6 +19,7 @@ class Args:
     source: Annotated[Positional[str], arg(help="a model folder, a GGUF file, or a known name such as smollm2")]
     target: Annotated[Positional[Path], arg(help="the folder to write; must not exist yet")]
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], arg(help="what the weights are stored in")] = "float32"
+    weight_dtype: Annotated[Literal["auto", "int8"], arg(help="what those of the products are stored in; auto is the same")] = "auto"
 
 
 def run(words: Sequence[str]) -> int:
@@ -27,6 +28,7 @@ def run(words: Sequence[str]) -> int:
     source = resolve_model_path(args.source, cache_folder(None))
     from jaxkv.models.checkpoint import save_converted
 
-    save_converted(source, args.target, dtype=args.dtype, progress=lambda done, total: check_interrupt())
+    weight_dtype = None if args.weight_dtype == "auto" else args.weight_dtype
+    save_converted(source, args.target, args.dtype, lambda done, total: check_interrupt(), weight_dtype)
     print(args.target)
     return 0

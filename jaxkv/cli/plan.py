@@ -63,7 +63,7 @@ def lines(found: "Sizing") -> list[tuple[str, str]]:
     """Name and value, for people."""
     each = f", {size(found.weight_bytes_per_device)} on each of {found.devices} devices" if found.devices > 1 else ""
     shown = [
-        ("model", f"{found.model_type} in {found.dtype}"),
+        ("model", f"{found.model_type} in {found.dtype}" + f", weights in {found.weight_dtype}" * (found.weight_dtype != found.dtype)),
         ("parameters", f"{found.num_parameters:,}"),
         ("weights", size(found.weight_bytes) + each),
         ("KV bytes per token", f"{found.kv_bytes_per_token:,} ({found.kv_dtype})"),

@@ -43,6 +43,11 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="what weights and arithmetic use; auto is float32 on a CPU, elsewhere the checkpoint's own"
     )
+    weight_dtype: Literal["auto", "int8"] = Field(
+        default="auto",
+        description="what the weights of products are stored in; auto is model.dtype, or int8 where a converted folder holds them so; int8 "
+        "has a scale for each output channel",
+    )
     max_len: int | None = Field(
         default=None, ge=2, description="longest sequence in tokens, prompt and answer together; null is the model's own limit"
     )
@@ -131,7 +136,9 @@ class TransferSection(Section):
 class MeshSection(Section):
     """How many devices work together."""
 
-    tensor: int = Field(default=1, ge=1, description="devices that share every layer; must divide the model's heads")
+    tensor: int = Field(
+        default=1, ge=1, description="devices that share every layer; divides the model's heads, and its kv heads or is a multiple of them"
+    )
 
 
 class DebugSection(Section):

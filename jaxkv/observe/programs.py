@@ -13,14 +13,14 @@ from jaxkv.config import Config
 from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.forking import copy_recipes
 from jaxkv.interrupt import check_interrupt
-from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint
+from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint, spread
 from jaxkv.models.parameters import abstract_model, shardings
 from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolLayout, pool_sharding
 from jaxkv.pool_size import check_pool, check_staging, plan_layout, size_pool
 from jaxkv.programs import Recipe, Shapes, jit_recipe, shift_recipes, step_recipes
 from jaxkv.snapshots import snapshot_recipes
-from jaxkv.startup import choose_dtype, choose_shapes, make_mesh
+from jaxkv.startup import choose_dtype, choose_shapes, choose_weight_dtype, make_mesh
 from jaxkv.state_programs import state_recipes
 from jaxkv.transfer import HOST_KIND, HostMemory, choose_mode, host_sharding, host_states
 
@@ -82,8 +82,8 @@ def list_programs(config: Config) -> ProgramList:
     mesh = make_mesh(config.mesh.tensor)
     device = mesh.devices.flat[0]
     dtype, shapes = choose_dtype(config.model.dtype, device.platform, info), choose_shapes(config, info.config)
-    layout = sized(config, plan_layout(config, info.config, shapes, dtype, device.platform), shapes, mesh)
-    model = weightless_model(info.config, dtype, mesh)
+    layout = sized(config, plan_layout(config, spread(info.config, mesh.size), shapes, dtype, device.platform), shapes, mesh)
+    model = weightless_model(spread(info.config, mesh.size), dtype, mesh, choose_weight_dtype(config, info))
     host = HostMemory(host_sharding(pool_sharding(mesh)), HOST_KIND)
     mode = choose_mode(config.transfer.mode, device.platform, host)
     recipes = step_recipes(model, layout, shapes, mesh) | mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
@@ -94,10 +94,10 @@ def list_programs(config: Config) -> ProgramList:
     return ProgramList(info.config.model_type, dtype, f"{mesh.size} x {device.device_kind}", layout.num_tokens, found)
 
 
-def weightless_model(config: ModelConfig, dtype: str, mesh: jax.sharding.Mesh) -> nnx.Module:
+def weightless_model(config: ModelConfig, dtype: str, mesh: jax.sharding.Mesh, weight_dtype: str | None = None) -> nnx.Module:
     """The model with a shape, a dtype and a sharding where each weight would be."""
-    wanted = shardings(config, dtype, mesh)
-    graph, variables = abstract_model(config, dtype)
+    wanted = shardings(config, dtype, mesh, weight_dtype)
+    graph, variables = abstract_model(config, dtype, weight_dtype)
     keys = {path: tuple(int(part) if part.isdigit() else part for part in path.split(".")) for path in variables}
     return nnx.merge(graph, nnx.from_flat_state([(keys[path], variable.replace(wanted[path])) for path, variable in variables.items()]))
 

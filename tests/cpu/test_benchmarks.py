@@ -22,6 +22,7 @@ FIXED = [
     *("--workload.answer_len_min", "40", "--workload.answer_len_max", "40"),
 ]
 RUNS: dict[str, tuple[list[str], set[str]]] = {
+    "accuracy": (["--tokens", "20", "--other-chunk", "4"], {"tokens", "variants"}),
     "decode": (
         ["--rows", "2", "--contexts", "8,16", "--step-context", "16", "--long", "40", "--short", "8", "--repeats", "2"],
         {"weight_mb", "bandwidth_gb_s", "bandwidth_floor_ms", "rows", "pool_ms", "pool_large_over_small", "lengths", "lengths_ms"},
@@ -56,7 +57,7 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
     ),
 }  # fmt: skip
 
-COMPILE_MUCH = {"decode", "pressure", "startup", "serve"}  # for several sizes of pool, or without a cache
+COMPILE_MUCH = {"accuracy", "decode", "pressure", "startup", "serve"}  # for several sizes of pool, or without a cache
 
 
 @pytest.fixture
@@ -87,6 +88,21 @@ def test_it_runs_from_end_to_end_and_its_last_line_has_the_documented_keys(name:
     assert found["rounds"] == 1
     assert found["hardware"]["devices"] == ["cpu:0 cpu"]
     CHECKS.get(name, lambda found: None)(found)
+
+
+def check_accuracy(found: dict[str, Any]) -> None:
+    variants = found["variants"]
+    assert found["tokens"] == 20
+    assert variants["float32"]["kl"] == 0
+    assert (
+        0
+        <= variants["float32_other_chunks"]["kl_max"]
+        < 1e-6
+        < variants["float32_kv_int8"]["kl_max"]
+        < variants["bfloat16"]["kl_max"] * 100
+    )
+    assert variants["float32_kv_int8"]["kv_bytes_per_token"] == 3 * 2 * 2 * (16 + 4)
+    assert len(variants) == 13
 
 
 def check_pressure(found: dict[str, Any]) -> None:
@@ -137,6 +153,7 @@ def check_serve(found: dict[str, Any]) -> None:
 
 
 CHECKS = {
+    "accuracy": check_accuracy,
     "keep": check_keep,
     "policies": check_policies,
     "pressure": check_pressure,

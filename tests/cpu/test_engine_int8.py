@@ -54,7 +54,7 @@ def test_no_park_copy_or_replay_changes_an_answer(uncrowded: list[Any], settings
         assert [tiny.content(c) for c in tiny.run(made, *requests())] == uncrowded
         counters = made.scheduler.counters
         assert counters.num_parks > 0
-        assert (counters.num_replays > 0) == (settings.get("scheduler__host_budget_mib") == 0)
+        assert (counters.num_replayed_tokens > 0) == (settings.get("scheduler__host_budget_mib") == 0)
 
 
 def test_they_are_other_answers_than_in_float32_and_close_to_them(uncrowded: list[Any]) -> None:

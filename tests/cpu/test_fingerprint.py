@@ -16,8 +16,8 @@ LAYOUT = PoolLayout(num_layers=3, num_pages=16, page_size=4, num_kv_heads=2, hea
 SHAPES = Shapes(rows=4, chunk=8, max_len=128, vocab_size=320, transfer_pages=4)
 
 
-def of(checkpoint: Checkpoint, layout: PoolLayout = LAYOUT, shapes: Shapes = SHAPES) -> str:
-    return fingerprint(fingerprint_facts(checkpoint, "float32", layout, shapes, one_device()))
+def of(checkpoint: Checkpoint, layout: PoolLayout = LAYOUT, shapes: Shapes = SHAPES, weight_dtype: str | None = None) -> str:
+    return fingerprint(fingerprint_facts(checkpoint, "float32", weight_dtype, layout, shapes, one_device()))
 
 
 def tokenizer(template: str) -> HfTokenizer:
@@ -39,6 +39,11 @@ def test_the_same_weights_read_otherwise_have_another_fingerprint() -> None:
         replace(plain, tokenizer=tokenizer("{{ messages }}!")),
     ]
     assert len({of(plain), *map(of, others)}) == 1 + len(others)
+
+
+def test_keys_and_values_or_weights_in_int8_count() -> None:
+    plain = load(LLAMA)
+    assert len({of(plain), of(plain, weight_dtype="int8"), of(plain, replace(LAYOUT, dtype="int8", storage="int8"))}) == 3
 
 
 def test_page_size_and_widths_count_and_the_pool_and_the_transfer_do_not() -> None:

@@ -1,5 +1,6 @@
 """The pool and the weights split over several devices, in processes of their own with forced CPU devices: exact on that mesh."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.cpu.checkpoints import LLAMA, write_json
+from tests.cpu.checkpoints import LLAMA, change_tensors, fixture_copy, write_json
 
 THREE_HEADS = {
     "model_type": "llama",
@@ -116,6 +117,89 @@ def test_three_kv_heads_go_over_three_devices_give_the_tokens_of_one_and_park_ex
     assert run_python(script(three_heads(tmp_path), 3, SPLIT, dense, EXACT), devices=3) == "exact\n"
 
 
+COPIES = """
+with tiny.engine(**ENGINE) as made:
+    layout, parts = made.parts.layout, made.parts
+    assert (layout.num_kv_heads, made.model_config.num_kv_heads) == (DEVICES, KV_HEADS)
+    assert {x.addressable_shards[0].data.shape[1] for layer in parts.pool.pages for x in layer} == {1}
+    assert any(line.startswith(f"mesh.tensor = {DEVICES} is more than this model's {KV_HEADS} kv heads") for line in parts.messages)
+    alone = [tiny.content(c) for c in tiny.alone(made, prompts, params)]
+    both = [np.asarray(x).reshape(-1, KV_HEADS, DEVICES // KV_HEADS, *x.shape[2:]) for layer in parts.pool.pages for x in layer]
+    assert all(x.any() and np.array_equal(x[:, :, :1].repeat(x.shape[2], axis=2), x) for x in both)  # copies stay copies, bit for bit
+with tiny.engine(**ENGINE, debug__park_every=3) as made:
+    assert [tiny.content(c) for c in tiny.run(made, prompts, params)] == alone
+    assert made.scheduler.counters.num_parks > 8
+"""
+
+COPIED = """
+from jaxkv.models import load_checkpoint
+from jax.sharding import Mesh
+from flax import nnx
+from jaxkv.models import dense_logits
+
+def logits(num, tokens):
+    model = load_checkpoint(PATH, dtype="float32", mesh=Mesh(np.array(jax.devices()[:num]), ("tensor",))).model
+    graph, state = nnx.split(model)
+    return np.asarray(jax.jit(lambda state: dense_logits(nnx.merge(graph, state), jax.numpy.array(tokens)))(state))
+
+def check(num):
+    tokens = prompts[3]
+    found, expected = logits(num, tokens), logits(1, tokens)
+    assert np.abs(found - expected).max() < 2e-4, np.abs(found - expected).max()
+    print(found.shape)
+"""
+
+
+def with_one_kv_head(folder: Path) -> Path:
+    """A hybrid whose recurrent heads go over two devices, and whose one kv head does not."""
+    copied = fixture_copy("qwen3_5", folder)
+    config = json.loads((copied / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["num_key_value_heads"] = 1
+    write_json(copied / "config.json", config)
+    change_tensors(
+        copied,
+        lambda tensors: tensors.update(
+            {
+                name: x[: len(x) // 2].copy()
+                for name, x in tensors.items()
+                if name.endswith(("self_attn.k_proj.weight", "self_attn.v_proj.weight"))
+            }
+        ),
+    )
+    return copied
+
+
+def test_more_devices_than_kv_heads_have_each_head_several_times_park_exactly_and_say_so(run_python: Callable[..., str]) -> None:
+    """The tokens are those of the reference, on four devices and two kv heads."""
+    reference = f"""
+with tiny.engine(**ENGINE) as made:
+    expected = np.load({str(LLAMA / "reference.npz")!r})
+    wish = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+    found = tiny.run(made, [expected["input_ids_1"].tolist()], [wish])
+    assert found[0].token_ids == expected["greedy_1"].tolist()
+print("exact")
+"""
+    assert run_python(script(LLAMA, 4, "KV_HEADS = 2\n", COPIES, reference), devices=4) == "exact\n"
+
+
+def test_hybrids_have_the_logits_of_one_device_where_kv_heads_are_copied(run_python: Callable[..., str], tmp_path: Path) -> None:
+    assert run_python(script(with_one_kv_head(tmp_path), 2, COPIED, "check(2)\n"), devices=2) == "(33, 320)\n"
+
+
+@pytest.mark.slow
+def test_experts_have_the_logits_of_one_device_where_kv_heads_are_copied(run_python: Callable[..., str]) -> None:
+    assert run_python(script(LLAMA.parent / "qwen3_moe", 4, COPIED, "check(4)\n"), devices=4) == "(33, 320)\n"
+
+
+@pytest.mark.slow
+def test_experts_and_hybrids_park_exactly_where_kv_heads_are_copied(run_python: Callable[..., str], tmp_path: Path) -> None:
+    plain = "from dataclasses import replace\nparams = [replace(wish, context_shift=False, context_len=None) for wish in params]\n"
+    moe = script(LLAMA.parent / "qwen3_moe", 4, "KV_HEADS = 2\n", COPIES, "print('exact')\n")
+    hybrid = script(with_one_kv_head(tmp_path), 2, "KV_HEADS = 1\n", plain, COPIES, "print('exact')\n")
+    assert run_python(moe, devices=4) == run_python(hybrid, devices=2) == "exact\n"
+
+
 REFUSED = """
 import jaxkv.startup
 
@@ -134,7 +218,8 @@ except Exception as error:
 def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_loaded(run_python: Callable[..., str], tmp_path: Path) -> None:
     said = run_python(script(three_heads(tmp_path), 2, REFUSED), devices=2)
     assert said == (
-        "ModelError mesh.tensor = 2 must divide this model's 9 query heads, 3 kv heads and feed-forward dim 96; allowed: 1, 3\n"
+        "ModelError mesh.tensor = 2 must divide this model's 9 query heads and feed-forward dim 96, and divide its 3 kv heads or be a "
+        "multiple of them; allowed: 1, 3\n"
     )
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxkv.models import ModelError, dense_attend, load_draft_head
+from jaxkv.models import ModelError, dense_attend, load_draft_head, save_converted
 from jaxkv.models.dense import dense_advance
+from jaxkv.models.parameters import flat_parameters
 from tests.cpu.checkpoints import FIXTURES, TOLERANCE, change_tensors, fixture_copy, load, one_device, reference
 
 WIDTH = 128  # padding comes after, where no token looks
@@ -103,7 +104,7 @@ def test_a_head_is_asked_for_only_where_there_is_one(tmp_path: Path) -> None:
         load_draft_head(FIXTURES / "qwen3_next", dtype="float32", mesh=one_device())
     assert str(refused.value) == (
         f"{FIXTURES / 'qwen3_next'} has no draft head; the Hugging Face folders of qwen3_next, qwen3_5 and qwen3_5_moe have one where they "
-        "hold tensors named mtp.*"
+        "hold tensors named mtp.*, and so has what they are converted to"
     )
 
 
@@ -119,4 +120,22 @@ def test_missing_and_left_over_tensors_of_a_head_are_named(change: Callable[[Any
     change_tensors(folder, change)
     load(folder)  # the model does not need it
     with pytest.raises(ModelError, match=message):
+        load_draft_head(folder, dtype="float32", mesh=one_device())
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
+def test_a_converted_folder_keeps_the_head_bit_for_bit(tmp_path: Path, dtype: str, weight_dtype: str | None) -> None:
+    source = FIXTURES / "qwen3_5_moe"
+    folder = save_converted(source, tmp_path / "converted", "float32", weight_dtype=weight_dtype)
+    heads = [load_draft_head(source, dtype=dtype, mesh=one_device(), weight_dtype=weight_dtype)]
+    heads.append(load_draft_head(folder, dtype=dtype, mesh=one_device()))
+    one, other = (flat_parameters(nnx.state(head)) for head in heads)
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[path], other[path]) and one[path].dtype == other[path].dtype for path in one)
+    assert load(folder).config == load(source).config
+
+
+def test_a_converted_folder_without_a_head_says_so(tmp_path: Path) -> None:
+    folder = save_converted(FIXTURES / "qwen3_next", tmp_path / "converted", "float32")
+    with pytest.raises(ModelError, match="has no draft head"):
         load_draft_head(folder, dtype="float32", mesh=one_device())

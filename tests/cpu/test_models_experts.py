@@ -125,7 +125,7 @@ def test_experts_are_split_by_their_feed_forward_dim_and_the_router_is_not() -> 
 def test_a_mesh_that_does_not_divide_the_experts_is_refused(tmp_path) -> None:
     config = inspect_checkpoint(FIXTURES / "qwen3_moe").config
     check_mesh(config, 2)
-    with pytest.raises(ModelError, match=r"feed-forward dim 96 and 16 of its experts; allowed: 1, 2$"):
+    with pytest.raises(ModelError, match=r"feed-forward dim 96 and 16 of its experts, .* kv heads .*; allowed: 1, 2, 4$"):
         check_mesh(config, 3)
 
 

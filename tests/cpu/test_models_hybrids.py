@@ -123,8 +123,8 @@ def test_a_config_that_is_not_computed_is_refused(name: str, changes: dict[str, 
 
 def test_a_mesh_has_to_divide_recurrent_heads_and_the_shared_expert_too() -> None:
     said = {
-        "qwen3_next": "4 query heads, 2 kv heads, feed-forward dim 96, 16 of its experts, 32 of the shared one, 4 recurrent heads and 2 "
-        "recurrent key heads; allowed: 1, 2",
+        "qwen3_next": "4 query heads, feed-forward dim 96, 16 of its experts, 32 of the shared one, 4 recurrent heads and 2 recurrent key "
+        "heads, and divide its 2 kv heads or be a multiple of them; allowed: 1, 2",
         "mamba": "128 channels; allowed: 1, 2, 4, 8, 16, 32, 64, 128",
         "mamba2": "8 recurrent heads; allowed: 1, 2, 4, 8",
     }
