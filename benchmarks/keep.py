@@ -4,19 +4,16 @@ What to expect. A page that is full never changes, so of an image that was in ho
 was generated since must be copied again. Who is parked once saves nothing; the longer a chat and the oftener it is parked, the nearer comes
 a park to the price of its new tokens. Transfers move whole chunks of `transfer.chunk_pages`, so smaller chunks save more of what is there,
 at more transfers. Returns cost what they did: everything travels back. Every answer must be the same bytes either way.
-
-The runs are those of `jaxkv sweep` over `scheduler.keep_images`, with both engines loaded at once.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import Setup, run, say, settle, summary, text, turns
+from common import Setup, endless, random_prompt, run, say, settle, summary, text, timed, turns
 
-from jaxkv.config import Config
 from jaxkv.engine import Engine
+from jaxkv.request import Completion
 from jaxkv.summary import pressure_numbers
-from jaxkv.sweep.live import measure_calls, read_calls
 
 OPTIONS: dict[str, Any] = {
     "prompt": 64,  # tokens
@@ -31,14 +28,12 @@ def measure(setup: Setup) -> dict[str, Any]:
     o, config = setup.options, setup.config()
     pages = -(-(o.prompt + o.answer - 1) // config.pool.page_size) * config.scheduler.rows // o.demand
     pool = pages * config.pool.page_size
-    load: dict[str, Any] = {"workload.lengths": "fixed", "workload.num_requests": config.scheduler.rows, "workload.patient": True}
-    load |= {f"workload.{part}_len_{end}": getattr(o, part) for part in ("prompt", "answer") for end in ("min", "max")}
-    cases = {name: {**load, "pool.tokens": pool, "scheduler.keep_images": name == "kept"} for name in ("kept", "not_kept")}
+    cases = {name: {"pool.tokens": pool, "scheduler.keep_images": kept} for name, kept in (("kept", True), ("not_kept", False))}
     with setup.engines(cases) as engines:
-        found = [_Case(name, engine, setup.config(cases[name])) for name, engine in engines.items()]
+        found = [_Case(name, engine) for name, engine in engines.items()]
         for round_ in range(setup.rounds):
             for case in turns(found, round_):
-                case.measure()
+                case.measure(o.prompt, o.answer)
         kept, not_kept = (case.results() for case in found)
         contents = [case.contents for case in found]
         saved = 1 - kept["bytes_to_host"] / max(1, not_kept["bytes_to_host"])
@@ -64,19 +59,21 @@ class _Case:
 
     name: str
     engine: Engine
-    config: Config
-    contents: list[str] = field(default_factory=list)  # of each round
+    contents: list[list[tuple[Any, ...]]] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
     park_s: list[float] = field(default_factory=list)
 
-    def measure(self) -> None:
+    def measure(self, prompt: int, answer: int) -> None:
         """One round: the whole job."""
-        stats = self.engine.parts.transfer.stats
+        rows, stats = self.engine.config.scheduler.rows, self.engine.parts.transfer.stats
+        prompts = [random_prompt(self.engine, prompt, seed) for seed in range(rows)]
+        params = [endless(answer, temperature=float(seed % 2), seed=seed) for seed in range(rows)]
+        answers: list[Completion] = []
         before = len(stats.park_s)
-        outcome = measure_calls(self.engine, read_calls(self.engine, self.config))
+        took = timed(lambda: answers.extend(self.engine.generate(prompts, params)))
         settle(self.engine)
-        self.contents.append(outcome.outputs_sha256)
-        self.speeds.append(outcome.figures.tokens_per_s)
+        self.contents.append([(a.token_ids, a.text, a.finish_reason, a.error) for a in answers])
+        self.speeds.append(sum(len(a.token_ids) for a in answers) / took)
         self.park_s.append(sum(stats.park_s[before:]))
         say(f"  {self.name}: {self.speeds[-1]:.1f} tokens/s")
 

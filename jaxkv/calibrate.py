@@ -49,6 +49,8 @@ def calibrate(engine: Engine, repeats: int = 5, say: Say = lambda line: None, te
         raise ConfigError(
             f"model.path: {engine.config.model.path} has states and no pages, and the simulator knows pages alone; take another"
         )
+    if engine.speculation is not None:
+        raise ConfigError(f"speculate.kind: got {engine.config.speculate.kind}, and the simulator knows one token a step; take none")
     programs = ProgramTimes(engine, temperature)
     decode, decode_error = fit_decode(programs, repeats)
     prefill, prefill_error = fit_prefill(programs, repeats)

@@ -31,6 +31,7 @@ from jaxkv.request import Completion, SamplingParams
 from jaxkv.rows import Rows
 from jaxkv.scheduler import ContextShift, DoesNotFit, Scheduler, pool_cells
 from jaxkv.shifting import asked_shift
+from jaxkv.speculate.make import make_speculation
 from jaxkv.startup import OnStage, start
 from jaxkv.stats import EngineStats
 from jaxkv.status import EngineStatus, read_status
@@ -55,6 +56,7 @@ class Engine:
         self.observers = Observers(LogObserver())
         self.phases = Phases()
         self.rows = Rows(self.parts.shapes, self.parts.layout, self.parts.mesh)
+        self.speculation = make_speculation(config, self.parts.small)
         self.guard = CompileGuard(strict=config.run.compile_guard)
         self.sequences: dict[int, Live] = {}  # those that have not ended
         self._num_submitted = 0

@@ -53,9 +53,15 @@ def early_facts(
         "page_size": layout.page_size,
         "max_len": shapes.max_len,
         "mesh": mesh.size,
-        "speculation": None,
+        "speculation": speculation(model, layout, shapes),
         "kernels": KERNELS,
     }
+
+
+def speculation(model: Checkpoint | CheckpointInfo, layout: PoolLayout, shapes: Shapes) -> dict[str, Any] | None:
+    """How many columns are checked, and whether a draft head is part of the programs; what is guessed changes no byte."""
+    has_head = layout.num_layers + len(layout.states) > model.config.num_layers
+    return None if shapes.num_columns == 1 else {"num_draft": shapes.num_columns - 1, "has_head": has_head}
 
 
 def installed_version(package: str) -> str | None:

@@ -27,7 +27,7 @@ def plan_layout(config: Config, model: ModelConfig, shapes: Shapes, dtype: str, 
     """The pool's shape with as many pages as the configuration names (0 when the memory decides, or where no layer has any)."""
     kv_dtype = dtype if config.pool.kv_dtype == "auto" else config.pool.kv_dtype
     page_size, states = config.pool.page_size, state_arrays(model, dtype, backend)
-    num_layers = model.num_layers - len(states)
+    num_layers = model.num_layers - len(states) + (config.speculate.kind == "mtp")  # the draft head's is the last one
     return PoolLayout(
         num_layers=num_layers,
         num_pages=(config.pool.tokens or 0) // page_size if num_layers else 0,
@@ -59,12 +59,13 @@ def check_staging(config: Config, layout: PoolLayout) -> None:
         )
 
 
-def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> PoolLayout:
-    """Check a given pool against the memory there is, or take a share of it: never more than all rows can fill. The states come first."""
+def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh, beside: int = 0) -> PoolLayout:
+    """Check a given pool against the memory there is, or take a share of it: never more than all rows can fill. The states come first.
+    Each page takes `beside` bytes more, of a small model that guesses."""
     device = mesh.devices.flat[0]
     stats = device.memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else available_memory_bytes()
-    per_device = layout.page_bytes // mesh.size
+    per_device = (layout.page_bytes + beside) // mesh.size
     staging = config.transfer.staging_mib * MIB // mesh.size
     if layout.states:
         staging += check_states(layout, free, staging, mesh)

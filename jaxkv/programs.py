@@ -1,12 +1,14 @@
 """The compiled programs: what each one computes, its fixed shape, and compiling them all before the first request.
 
-The only place with `jax.jit`. Up to ten programs make up an engine: decode (one token for every row), prefill (one chunk of one prompt),
+The only place with `jax.jit`. Up to ten programs make up an engine: decode (one token for every row; with speculation verify is in its
+place, which checks guesses behind it), prefill (one chunk of one prompt),
 gather (sixteen pages out of the pool), scatter (sixteen pages back), copy (four pages within it), rotate (the keys of sixteen pages move to
 other positions), take (a sequence's state out of its slot) and put (back into one), keep (a state where a prompt may be found again) and
 fetch (it from there). Their shapes come from the configuration alone, so
 nothing that happens later can ask for another.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from jaxkv.program_store import ProgramStore, examined, open_store
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample, sample_first
 from jaxkv.scoring import Scores, Targets, no_targets, score
 from jaxkv.shifting import ROTATE_PAGES, key_mover, rotate_step
+from jaxkv.speculate.head import example_head_batch, example_head_chunk, prefill_with_head, verify_with_head
+from jaxkv.speculate.verify import VerifyBatch, example_verify, verify_step
 from jaxkv.states import Advance, advance_chunk, advance_rows
 
 HEAD_TILE = 2  # rows of a chunk that the output head sees: never one row, XLA:CPU is many times slower there
@@ -42,6 +46,7 @@ class Shapes:
     max_len: int  # tokens, prompt and answer together
     vocab_size: int
     transfer_pages: int  # pages per gather and scatter
+    num_columns: int = 1  # tokens of each row in a decode step: its own, and guesses behind it
 
 
 class DecodeBatch(NamedTuple):
@@ -83,7 +88,7 @@ class Program:
 class Programs:
     """All programs of an engine."""
 
-    decode: Program
+    decode: Program  # or verify
     prefill: Program
     gather: Program | None = None  # None: no layer of this model has pages
     scatter: Program | None = None
@@ -103,6 +108,12 @@ class Programs:
         """In the order in which a request meets them."""
         some = (self.prefill, self.decode, self.gather, self.scatter, self.copy, self.rotate, self.take, self.put, self.keep, self.fetch)
         return tuple(program for program in some if program is not None)
+
+
+def example_verify_batch(shapes: Shapes, layout: PoolLayout) -> VerifyBatch:
+    """The same for the program that checks guesses."""
+    knobs = neutral_knobs(shapes.rows, shapes.max_len, shapes.vocab_size)
+    return example_verify(shapes.rows, shapes.num_columns, table_width(shapes.max_len, layout.page_size), knobs)
 
 
 def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, PrefillBatch]:
@@ -126,11 +137,12 @@ def numbers(start: int, length: int, num_first: int, row: int, *, is_last: bool)
 
 
 Weights = list[Array]
+Pair = tuple[nnx.Module, nnx.Module]  # a model and its draft head
 Rebuild = Callable[[Weights], Any]
 
 
-def take_apart(model: nnx.Module) -> tuple[Weights, Rebuild]:
-    """A model's arrays as a plain list, and how a program makes the model of them again.
+def take_apart(model: nnx.Module | Pair) -> tuple[Weights, Rebuild]:
+    """The arrays of a model, or of one with its head, as a plain list, and how a program makes the model of them again.
 
     A list, because every call of a program walks its arguments on the host: flax's own state of SmolLM2 takes 2.5 ms a step, a list 0.2.
     """
@@ -149,7 +161,7 @@ def decode_step(rebuild: Rebuild, layout: PoolLayout, mesh: Mesh) -> Callable[..
         with jax.named_scope("layers"):
             hidden, pool = run_layers(model, layout, batch.tokens, batch.positions, pool, attend, advance_rows(layout, active))
         with jax.named_scope("head"):
-            logits = replicated(model.logits(hidden), mesh)
+            logits = whole_logits(model, hidden, mesh)
         with jax.named_scope("sample"):
             return pool, sample(logits, batch.knobs)
 
@@ -157,13 +169,24 @@ def decode_step(rebuild: Rebuild, layout: PoolLayout, mesh: Mesh) -> Callable[..
 
 
 def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Mesh) -> Callable[..., tuple[PoolArrays, Sampled, Scores]]:
-    """One chunk of one prompt; the chunk that ends the prompt also samples first tokens from one row of logits, the others skip the head.
+    """One chunk of one prompt."""
+    compute = chunk_step(layout, vocab_size, mesh)
+
+    def prefill(weights: Weights, pool: PoolArrays, batch: PrefillBatch) -> tuple[PoolArrays, Sampled, Scores]:
+        pool, sampled, scores, _ = compute(rebuild(weights), pool, batch)
+        return pool, sampled, scores
+
+    return prefill
+
+
+def chunk_step(layout: PoolLayout, vocab_size: int, mesh: Mesh) -> Callable[..., tuple[PoolArrays, Sampled, Scores, Array]]:
+    """The same for a model, with its hidden states; the chunk that ends the prompt also samples first tokens from one row of logits, the
+    others skip the head.
 
     Where the prompt's own logprobs are wanted the head runs over the whole chunk.
     """
 
-    def prefill(weights: Weights, pool: PoolArrays, batch: PrefillBatch) -> tuple[PoolArrays, Sampled, Scores]:
-        model = rebuild(weights)
+    def compute(model: Any, pool: PoolArrays, batch: PrefillBatch) -> tuple[PoolArrays, Sampled, Scores, Array]:
         at = jnp.arange(batch.tokens.shape[0])
         valid = at < batch.length
         positions = jnp.where(valid, batch.start + at, 0)
@@ -175,7 +198,7 @@ def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Me
         tile = lax.dynamic_slice_in_dim(hidden, first, HEAD_TILE, axis=0)
 
         def whole(rows: Array) -> Array:
-            return replicated(model.logits(rows), mesh)
+            return whole_logits(model, rows, mesh)
 
         def head(_: None) -> Array:
             logits = whole(tile)
@@ -187,9 +210,9 @@ def prefill_step(rebuild: Rebuild, layout: PoolLayout, vocab_size: int, mesh: Me
             num_first = jnp.where(batch.is_last, jnp.asarray(batch.num_first), 0)
             sampled = sample_first(logits, batch.knobs, num_first)
         with jax.named_scope("score"):
-            return pool, sampled, score(hidden, jnp.asarray(batch.length), batch.targets, vocab_size, whole)
+            return pool, sampled, score(hidden, jnp.asarray(batch.length), batch.targets, vocab_size, whole), hidden
 
-    return prefill
+    return compute
 
 
 def run_layers(
@@ -202,8 +225,9 @@ def run_layers(
     return hidden, [*cache.pool, *cache.states]
 
 
-def replicated(logits: Array, mesh: Mesh) -> Array:
+def whole_logits(model: Any, hidden: Array, mesh: Mesh) -> Array:
     """Sampling sees whole rows of logits on every device, so that a draw does not depend on how the head was split."""
+    logits = model.logits(hidden)
     return logits if mesh.size == 1 else lax.with_sharding_constraint(logits, NamedSharding(mesh, P()))
 
 
@@ -217,25 +241,34 @@ class Recipe:
     out_shardings: Any
 
 
-def step_recipes(model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Recipe]:
-    """The programs that compute tokens: prefill and decode."""
+def step_recipes(model: nnx.Module | Pair, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Recipe]:
+    """The programs that compute tokens: prefill, and decode or verify; both guess too where the model comes with a draft head."""
     weights, rebuild = take_apart(model)
     decode, prefill = example_batches(shapes, layout)
     everywhere, states = NamedSharding(mesh, P()), state_shardings(layout, mesh)
     pool, pages = pool_shapes(layout, layout.num_pages + 1, mesh) + state_shapes(layout, states), pool_shardings(layout, mesh) + states
     weights_in = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
-    return {
-        "prefill": Recipe(
-            prefill_step(rebuild, layout, shapes.vocab_size, mesh), (weights_in, pool, prefill), 1, (pages, everywhere, everywhere)
-        ),
-        "decode": Recipe(decode_step(rebuild, layout, mesh), (weights_in, pool, decode), 1, (pages, everywhere)),
-    }
+    whole = functools.partial(whole_logits, mesh=mesh)
+    if isinstance(model, tuple):
+        compute, verify = chunk_step(layout, shapes.vocab_size, mesh), verify_with_head(rebuild, layout, run_layers, whole)
+        chunk = prefill_with_head(rebuild, layout, compute, whole, shapes.num_columns - 1)
+        guesses = example_head_batch(example_verify_batch(shapes, layout))
+        return {
+            "prefill": Recipe(chunk, (weights_in, pool, example_head_chunk(prefill)), 1, (pages, everywhere, everywhere, everywhere)),
+            "verify": Recipe(verify, (weights_in, pool, guesses), 1, (pages, everywhere, everywhere)),
+        }
+    chunk = prefill_step(rebuild, layout, shapes.vocab_size, mesh)
+    made = {"prefill": Recipe(chunk, (weights_in, pool, prefill), 1, (pages, everywhere, everywhere))}
+    if shapes.num_columns > 1:
+        verify = verify_step(rebuild, layout, run_layers, whole)
+        return made | {"verify": Recipe(verify, (weights_in, pool, example_verify_batch(shapes, layout)), 1, (pages, everywhere))}
+    return made | {"decode": Recipe(decode_step(rebuild, layout, mesh), (weights_in, pool, decode), 1, (pages, everywhere))}
 
 
-def shift_recipes(model: nnx.Module, layout: PoolLayout, mesh: Mesh) -> dict[str, Recipe]:
+def shift_recipes(model: nnx.Module | Pair, layout: PoolLayout, mesh: Mesh) -> dict[str, Recipe]:
     """The program that moves keys to other positions, for families that have one."""
     move = key_mover(type(model), getattr(model, "config", None))
-    if move is None or layout.states:
+    if move is None or layout.states or isinstance(model, tuple):
         return {}
     ids, pool = np.zeros(ROTATE_PAGES, np.int32), pool_shapes(layout, layout.num_pages + 1, mesh)
     return {"rotate": Recipe(rotate_step(move, layout), (pool, ids, ids, np.int32(0)), 0, pool_shardings(layout, mesh))}
@@ -253,13 +286,14 @@ def pool_shardings(layout: PoolLayout, mesh: Mesh) -> list[Any]:
 
 
 def build_programs(
-    model: nnx.Module, layout: PoolLayout, shapes: Shapes, mesh: Mesh, moves: dict[str, Recipe], *, exact_float32: bool
+    model: nnx.Module | Pair, layout: PoolLayout, shapes: Shapes, mesh: Mesh, moves: dict[str, Recipe], *, exact_float32: bool
 ) -> Programs:
     """Compile every program, from shapes alone; `moves` are the recipes of those that move pages."""
     recipes = step_recipes(model, layout, shapes, mesh) | moves | shift_recipes(model, layout, mesh)
     store = open_store(mesh)
     with jax.default_matmul_precision("highest" if exact_float32 else "default"):
-        return Programs(**{name: compile_program(name, recipe, mesh, store) for name, recipe in recipes.items()})
+        found = {name: compile_program(name, recipe, mesh, store) for name, recipe in recipes.items()}
+    return Programs(**{"decode" if name == "verify" else name: program for name, program in found.items()})
 
 
 def jit_recipe(recipe: Recipe, mesh: Mesh) -> Any:

@@ -32,6 +32,8 @@ def recover(engine: "Engine", error: BaseException) -> None:
     engine.stats.num_faults += 1
     transfer.abandon_all()
     engine.rows.forget()
+    if engine.speculation is not None:
+        engine.speculation.forget()
     restart_pool(engine)
     generated = {seq_id: sequence.num_generated for seq_id, sequence in engine.sequences.items()}
     engine.scheduler.recover(transfer.flying, generated, now)

@@ -7,25 +7,38 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv.config import Config, available_memory_bytes, resolve_host_budget, scheduler_config
+from jaxkv.config import Config, available_memory_bytes, num_draft, resolve_host_budget, scheduler_config
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.fingerprint import early_facts, fingerprint, fingerprint_facts
 from jaxkv.forking import COPY_PAGES, copy_recipes
 from jaxkv.interrupt import check_interrupt
-from jaxkv.models import Checkpoint, CheckpointInfo, ModelConfig, about_copies, check_mesh, inspect_checkpoint, load_checkpoint, spread
+from jaxkv.models import (
+    Checkpoint,
+    CheckpointInfo,
+    ModelConfig,
+    about_copies,
+    check_mesh,
+    inspect_checkpoint,
+    load_checkpoint,
+    load_draft_head,
+    spread,
+)
 from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding
 from jaxkv.pool_size import MIB, check_pool, check_staging, plan_layout, size_pool
-from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, take_apart
+from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, example_verify_batch, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
 from jaxkv.shifting import ROTATE_PAGES, check_default_shift
 from jaxkv.snapshots import allocate_snapshots, snapshot_recipes, warm_up_snapshots
+from jaxkv.speculate.head import example_head_batch, example_head_chunk
+from jaxkv.speculate.small import SmallModel, inspect_small, small_layout, start_small
 from jaxkv.state_programs import state_recipes
 from jaxkv.states import about_states
 from jaxkv.transfer import HostMemory, Transfer, TransferSettings, choose_mode, host_states, probe_host_memory
@@ -47,6 +60,7 @@ class Parts:
     programs: Programs
     pool: PoolHolder
     transfer: Transfer
+    small: SmallModel | None  # that guesses
     host: HostMemory
     scheduler_config: SchedulerConfig
     fingerprint_facts: dict[str, object]
@@ -69,21 +83,26 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         on_stage=on_stage,
         on_tensor=lambda done, total: check_interrupt(),
     )
+    model = checkpoint.model
+    if config.speculate.kind == "mtp":
+        model = (model, load_draft_head(info, dtype=dtype, mesh=mesh, weight_dtype=plan.weight_dtype))
     stage.skip()
     host = probe_host_memory(pool_sharding(mesh))
-    layout = size_pool(config, plan.layout, shapes, mesh)
+    beside = 0 if plan.small is None else small_layout(plan.layout, plan.small.config, mesh.size).page_bytes
+    layout = size_pool(config, plan.layout, shapes, mesh, beside)
     check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
     mode = choose_mode(config.transfer.mode, mesh.devices.flat[0].platform, host)
     moves = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding) | copy_recipes(layout, mesh)
     moves |= state_recipes(mode, layout, mesh, host_states(layout, mesh, host)) | snapshot_recipes(layout, mesh)
-    programs = build_programs(checkpoint.model, layout, shapes, mesh, moves, exact_float32=dtype == "float32")
+    programs = build_programs(model, layout, shapes, mesh, moves, exact_float32=dtype == "float32")
+    small = None if plan.small is None else start_small(plan.small, dtype, layout, shapes, mesh)
     stage("compile")
     pool = PoolHolder(
         allocate(layout, mesh), **programs.movers(), num_states=len(layout.states), snapshots=allocate_snapshots(layout, mesh)
     )
     transfer = Transfer(pool, layout, host, transfer_settings(config, layout, host, mode))
-    weights, _ = take_apart(checkpoint.model)
-    warm_up(weights, pool, transfer, programs, layout, shapes)
+    weights, _ = take_apart(model)
+    warm_up(weights, pool, transfer, programs, layout, shapes, has_head=config.speculate.kind == "mtp")
     stage("warm up")
     budget, clamped = resolve_host_budget(config, available_memory_bytes())
     facts = fingerprint_facts(checkpoint, dtype, plan.weight_dtype, layout, shapes, mesh)
@@ -96,6 +115,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
         programs=programs,
         pool=pool,
         transfer=transfer,
+        small=small,
         host=host,
         scheduler_config=scheduler_config(
             config,
@@ -123,6 +143,7 @@ class Outline:
     weight_dtype: str | None  # int8; None: as the model
     shapes: Shapes
     layout: PoolLayout
+    small: CheckpointInfo | None  # of a small model that guesses
 
     def facts(self) -> dict[str, object]:
         """What is known of the fingerprint."""
@@ -137,12 +158,17 @@ def outline(config: Config) -> Outline:
     backend = mesh.devices.flat[0].platform
     dtype = choose_dtype(config.model.dtype, backend, info)
     shapes = choose_shapes(config, info.config)
+    if config.speculate.kind == "mtp" and info.draft_config is None:
+        raise ConfigError(
+            f"speculate.kind: got mtp, but {config.model.path} has no draft head; take ngram or none, or a Hugging Face folder of "
+            "Qwen3-Next, Qwen3.5 or Qwen3.6 with tensors named mtp.*"
+        )
     layout = plan_layout(config, spread(info.config, mesh.size), shapes, dtype, backend)
     check_staging(config, layout)
     if config.pool.tokens is not None and layout.num_layers:
         check_pool(config, shapes)
         check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
-    return Outline(info, mesh, dtype, choose_weight_dtype(config, info), shapes, layout)
+    return Outline(info, mesh, dtype, choose_weight_dtype(config, info), shapes, layout, inspect_small(config, info.config))
 
 
 class Stages:
@@ -194,7 +220,8 @@ def choose_shapes(config: Config, model: ModelConfig) -> Shapes:
         raise ConfigError(f"model.max_len: got {max_len}, the model goes to {model.max_position}; lower it")
     scheduler = config.scheduler
     chunk = max(HEAD_TILE, scheduler.prefill_chunk)
-    return Shapes(max(MIN_ROWS, scheduler.rows), chunk, max_len, model.vocab_size, config.transfer.chunk_pages)
+    rows = max(MIN_ROWS, scheduler.rows)
+    return Shapes(rows, chunk, max_len, model.vocab_size, config.transfer.chunk_pages, 1 + num_draft(config))
 
 
 def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory, mode: str) -> TransferSettings:
@@ -244,11 +271,23 @@ def use_compilation_cache(folder: Path) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def warm_up(weights: Weights, pool: PoolHolder, transfer: Transfer, programs: Programs, layout: PoolLayout, shapes: Shapes) -> None:
+def warm_up(
+    weights: Weights,
+    pool: PoolHolder,
+    transfer: Transfer,
+    programs: Programs,
+    layout: PoolLayout,
+    shapes: Shapes,
+    *,
+    has_head: bool = False,
+) -> None:
     """Run every program once on the trash page, and park and restore one image, so that the first park costs what the hundredth does."""
     decode, prefill = example_batches(shapes, layout)
-    pool.arrays, sampled, _ = programs.prefill.run(weights, pool.arrays, prefill)
-    pool.arrays, sampled = programs.decode.run(weights, pool.arrays, decode)
+    verify = example_verify_batch(shapes, layout)
+    rows: Any = decode if shapes.num_columns == 1 else example_head_batch(verify) if has_head else verify
+    prompt: Any = example_head_chunk(prefill) if has_head else prefill
+    pool.arrays, sampled, *_ = programs.prefill.run(weights, pool.arrays, prompt)
+    pool.arrays, sampled, *_ = programs.decode.run(weights, pool.arrays, rows)
     np.asarray(sampled.token)
     if programs.copy is not None:
         nowhere = np.full(COPY_PAGES, layout.num_pages + 1, np.int32)

@@ -23,6 +23,10 @@ class EngineStats:
     num_steps: int = 0
     num_decode_steps: int = 0
     num_busy_rows: int = 0  # summed over decode steps
+    num_row_steps: int = 0  # rows of decode steps that made tokens
+    num_row_tokens: int = 0  # theirs: more than one each where guesses came true
+    num_draft_tokens: int = 0  # guesses that were checked
+    num_draft_tokens_accepted: int = 0
     num_requests: int = 0
     num_completed: int = 0
     num_cancelled: int = 0
@@ -46,6 +50,23 @@ class EngineStats:
         self.num_failed += finish_reason == "error"
         self.num_cancelled += finish_reason == "cancelled"
         self.num_completed += finish_reason not in ("error", "cancelled")
+
+    def count_row(self, num_tokens: int, num_guesses: int) -> None:
+        """A row of a decode step made so many tokens, one of its own and the others guessed right."""
+        self.num_row_steps += 1
+        self.num_row_tokens += num_tokens
+        self.num_draft_tokens += num_guesses
+        self.num_draft_tokens_accepted += num_tokens - 1
+
+    @property
+    def tokens_per_row_step(self) -> float | None:
+        """Tokens that a row makes in a decode step, in the mean; None before the first."""
+        return self.num_row_tokens / self.num_row_steps if self.num_row_steps else None
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """Share of the guesses that came true; None without any."""
+        return self.num_draft_tokens_accepted / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
     def wall_s(self) -> float:

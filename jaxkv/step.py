@@ -4,7 +4,7 @@ Plans go from the scheduler to the transfer and the programs, tokens from the pr
 """
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.blame import blaming
 from jaxkv.ends import end, fail, lose
@@ -13,7 +13,7 @@ from jaxkv.guard import RecompileError
 from jaxkv.live import Live
 from jaxkv.samples import Samples, read_scores
 from jaxkv.sampling import Sampled
-from jaxkv.scheduler import Chunk, Outcome, Plan, PrefillChunk, State
+from jaxkv.scheduler import Chunk, DecodeRow, Outcome, Plan, PrefillChunk, State
 from jaxkv.scoring import Scores
 from jaxkv.shifting import rotate_pages
 from jaxkv.snapshots import fetch_states, keep_state
@@ -130,16 +130,24 @@ def dispatch(engine: "Engine", plan: Plan) -> tuple[Prefilled | None, Sampled | 
     if plan.prefill is not None:
         forks = plan.prefill.forks
         with engine.phases("prefill"), blaming(*plan.prefill.seq_ids):
-            batch = engine.rows.prefill_batch(plan.prefill, engine.sequences)
-            parts.pool.arrays, sampled, scores = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
+            batch: Any = engine.rows.prefill_batch(plan.prefill, engine.sequences)
+            if engine.speculation is not None:
+                batch = engine.speculation.lengthen(batch, plan.prefill, engine.sequences)
+            parts.pool.arrays, sampled, scores, *guesses = parts.programs.prefill.run(parts.weights, parts.pool.arrays, batch)
+            if engine.speculation is not None:
+                engine.speculation.hear(plan.prefill, *guesses)
             keep_state(parts.programs, parts.pool, plan.prefill.row, plan.prefill.keep)
             if parts.programs.copy is not None:
                 parts.pool.arrays = copy_forks(parts.programs.copy.run, parts.pool.arrays, forks, parts.layout.num_pages)
             prefilled = sampled, scores
     if plan.decode:
         with engine.phases("decode"), blaming(*(entry.seq_id for entry in plan.decode)):
-            rows = engine.rows.decode_batch(plan.decode, engine.sequences)
-            parts.pool.arrays, decoded = parts.programs.decode.run(parts.weights, parts.pool.arrays, rows)
+            rows: Any = engine.rows.decode_batch(plan.decode, engine.sequences)
+            if engine.speculation is not None:
+                rows = engine.speculation.widen(rows, plan.decode, engine.sequences)
+            parts.pool.arrays, decoded, *guesses = parts.programs.decode.run(parts.weights, parts.pool.arrays, rows)
+            if engine.speculation is not None:
+                engine.speculation.hear(plan.decode, *guesses)
         engine.stats.num_decode_steps += 1
         engine.stats.num_busy_rows += len(plan.decode)
     return prefilled, decoded
@@ -158,12 +166,12 @@ def collect(engine: "Engine", plan: Plan, prefilled: Prefilled | None, decoded: 
     if chunk is not None and first is not None:
         for index, seq_id in enumerate(chunk.seq_ids):
             accept(engine, seq_id, index, first, finished, failed)
-    for entry in rows:
-        if samples is not None and not entry.is_replay:
-            accept(engine, entry.seq_id, entry.row, samples, finished, failed)
+    ran = [seq_id for entry in rows for seq_id in accept_row(engine, entry, samples, finished, failed)]
+    if engine.speculation is not None:
+        engine.speculation.learn(engine.sequences)
     if chunk is None and not rows:
         return
-    present = tuple(entry.seq_id for entry in rows if entry.seq_id in engine.sequences)
+    present = tuple(seq_id for seq_id in ran if seq_id in engine.sequences)
     now = time.perf_counter()
     engine.scheduler.commit(Outcome(prefilled=chunk, decoded=present, finished=finished), now)
     for seq_id, reason in failed.items():
@@ -199,6 +207,20 @@ def take_scores(engine: "Engine", chunk: PrefillChunk, scores: Scores) -> None:
 def lose_damaged(engine: "Engine") -> set[int]:
     """The sequences whose images came back damaged: what they computed in this step is nobody's."""
     return {seq_id for chunk, reason in engine.parts.transfer.verify() for seq_id in lose_copy(engine, chunk, reason)}
+
+
+def accept_row(engine: "Engine", entry: DecodeRow, samples: Samples | None, finished: dict[int, str], failed: dict[int, str]) -> list[int]:
+    """What a row made goes to its sequence, whose id comes back once for every cell that counts: guesses that were true are tokens too."""
+    if entry.is_replay or samples is None:
+        return [entry.seq_id] * entry.num_cells
+    num, speculation = 0, engine.speculation
+    for place in (entry.row,) if speculation is None else speculation.columns(entry, samples.token):
+        if entry.seq_id in finished or entry.seq_id in failed:
+            break
+        accept(engine, entry.seq_id, place, samples, finished, failed)
+        num += 1
+    engine.stats.count_row(num, 0 if speculation is None else speculation.num_guesses(entry))
+    return [entry.seq_id] * num
 
 
 def accept(engine: "Engine", seq_id: int, row: int, samples: Samples, finished: dict[int, str], failed: dict[int, str]) -> None:

@@ -23,6 +23,7 @@ def engine_summary(engine: "Engine") -> dict[str, Any]:
         "rows_busy_mean": round(stats.num_busy_rows / stats.num_decode_steps, 3) if stats.num_decode_steps else 0.0,
         "num_steps": stats.num_steps,
         "num_decode_steps": stats.num_decode_steps,
+        **speculation_numbers(stats),
         "image_memory_kinds": sorted(parts.transfer.stats.memory_kinds),
         "system_fingerprint": parts.fingerprint,
         "fingerprint_facts": parts.fingerprint_facts,
@@ -30,6 +31,17 @@ def engine_summary(engine: "Engine") -> dict[str, Any]:
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         "commit": commit(),
         "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in parts.mesh.devices.flat],
+    }
+
+
+def speculation_numbers(stats: EngineStats) -> dict[str, Any]:
+    """What guessing was good for."""
+    tokens, share = stats.tokens_per_row_step, stats.draft_acceptance
+    return {
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_draft_tokens_accepted": stats.num_draft_tokens_accepted,
+        "draft_acceptance": None if share is None else round(share, 4),
+        "tokens_per_row_step": None if tokens is None else round(tokens, 4),
     }
 
 

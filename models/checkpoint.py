@@ -60,6 +60,11 @@ class CheckpointInfo:
     weight_dtype: str | None  # int8 where the products' weights are stored so, else None
     opened: Opened = field(repr=False, compare=False)  # so that whoever loads it next need not read the headers again
 
+    @property
+    def draft_config(self) -> ModelConfig | None:
+        """The numbers of the draft head that it brings; None where there is none."""
+        return self.opened.draft_config if isinstance(self.opened, HfFolder | ConvertedFolder) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:

@@ -17,6 +17,8 @@ def validate(config: SchedulerConfig) -> None:
         _at_least(config, name, 1)
     for name in ("chunk_bytes", "state_bytes", "num_snapshots", "margin_steps", "starve_after", "park_every", "rotate_after_s"):
         _at_least(config, name, 0)
+    for name in ("num_draft", "num_spare"):
+        _at_least(config, name, 0)
     if config.window is not None:
         _at_least(config, "window", 1)
     for name in ("host_budget_bytes", "max_bypass"):

@@ -70,6 +70,7 @@ class FakeRunner:
         self.keys: dict[int, tuple[Hashable, ...]] = {}
         self.found: dict[int, int] = {}  # prompt cells that were there already
         self.programs: dict[int, list[tuple[str, int]]] = {}  # which one first computed each token, at which position
+        self.num_true: Callable[[DecodeRow], int] = lambda row: 0  # how many guesses behind a row's token come true
 
     @property
     def free_chunks(self) -> int:
@@ -146,11 +147,10 @@ class FakeRunner:
             self._fetch(fetch)
         if plan.prefill:
             self._prefill(plan.prefill)
-        for row in plan.decode:
-            self._decode(row)
+        decoded = [seq_id for row in plan.decode for seq_id in self._decode(row)]
         assert self.config.host_budget_bytes is None or self.host_bytes <= self.config.host_budget_bytes, "the host budget is exceeded"
         self.time += 1
-        return Outcome(prefilled=plan.prefill, decoded=tuple(row.seq_id for row in plan.decode))
+        return Outcome(prefilled=plan.prefill, decoded=tuple(decoded))
 
     def _shift(self, shift: Shift) -> None:
         for source, page in zip(shift.sources, shift.pages, strict=True):
@@ -237,7 +237,17 @@ class FakeRunner:
         known += [("prefill", position) for position in range(len(known), end)]
         self._read(fork.seq_id, fork.row, end, end)
 
-    def _decode(self, row: DecodeRow) -> None:
+    def _decode(self, row: DecodeRow) -> list[int]:
+        """Its token and the guesses that come true, one after the other; of the others something is left in the cells behind."""
+        assert 1 <= row.num_cells <= 1 + self.config.num_draft, f"{row} where {self.config.num_draft} guesses are checked"
+        num = row.num_cells if row.is_replay else min(row.num_cells, 1 + self.num_true(row))
+        for position in range(row.position, row.position + num):
+            self._decode_cell(row._replace(position=position))
+        for position in range(row.position + num, row.position + row.num_cells) if self.config.num_pages else ():
+            self._put(row.seq_id, row.row, position, ("untrue", position, 0, 0))
+        return [row.seq_id] * num
+
+    def _decode_cell(self, row: DecodeRow) -> None:
         token, num_known = self.num_written[row.seq_id], len(self.programs[row.seq_id])
         assert self._key(row.seq_id, token) is None, f"{row} writes into a prompt page"
         assert row.is_replay == (token < num_known), f"{row} after {num_known} cells"
@@ -297,9 +307,12 @@ class FakeRunner:
         return [copy for copy in self.flights if copy.chunk.row == row and (not copy.is_park or copy.cells is None)]
 
     def _fill(self, seq_id: int, row: int, position: int) -> None:
+        self._put(seq_id, row, position, self.written[seq_id][position])
+
+    def _put(self, seq_id: int, row: int, position: int, content: Written) -> None:
         page, cell = divmod(position, self.config.page_size)
         assert not self._is_touched(self.tables[row][page]), f"sequence {seq_id} writes a page that a copy in flight may touch"
-        self.pool[self.tables[row][page]][cell] = self.written[seq_id][position]
+        self.pool[self.tables[row][page]][cell] = content
 
     def _is_touched(self, page: int) -> bool:
         """Whether a copy in flight reads the page later, or has yet to fill it."""
@@ -426,15 +439,24 @@ class FakeLoop:
         return [note.seq_id for _, note in self.notes if note.kind in kinds]
 
     def _with_ends(self, plan: Plan, outcome: Outcome) -> Outcome:
-        new = [row.seq_id for row in plan.decode if not row.is_replay]
-        if plan.prefill and plan.prefill.is_last and not plan.prefill.is_replay:
-            new += plan.prefill.seq_ids
+        replayed = {row.seq_id for row in plan.decode if row.is_replay}
         finished: dict[int, str] = {}
-        for seq_id in new:
-            self.tokens[seq_id] += 1
-            if self.tokens[seq_id] == self.stops[seq_id]:
-                finished[seq_id] = "length" if self.stops[seq_id] == self.limits[seq_id] else "stop"
-        return Outcome(prefilled=outcome.prefilled, decoded=outcome.decoded, finished=finished)
+        decoded: list[int] = []
+        if plan.prefill and plan.prefill.is_last and not plan.prefill.is_replay:
+            for seq_id in plan.prefill.seq_ids:
+                self._count(seq_id, finished)
+        for seq_id in outcome.decoded:
+            if seq_id not in finished:  # a guess behind the last token is nobody's
+                decoded.append(seq_id)
+                if seq_id not in replayed:
+                    self._count(seq_id, finished)
+        return Outcome(prefilled=outcome.prefilled, decoded=tuple(decoded), finished=finished)
+
+    def _count(self, seq_id: int, finished: dict[int, str]) -> None:
+        """One token more, perhaps its last."""
+        self.tokens[seq_id] += 1
+        if self.tokens[seq_id] == self.stops[seq_id]:
+            finished[seq_id] = "length" if self.stops[seq_id] == self.limits[seq_id] else "stop"
 
     def _commit(self, outcome: Outcome, now: float) -> None:
         self.scheduler.commit(outcome, now)

@@ -43,7 +43,12 @@ def is_due(books: Books, seq: Sequence) -> bool:
     if seq.park_asked:
         return True
     every = books.config.park_every
-    at_count = seq.state is State.PREFILLING or (every and seq.num_generated % every == 0)
-    if every and at_count and seq.num_computed > seq.forced_at:
+    if every and seq.num_computed > seq.forced_at and (seq.state is State.PREFILLING or has_passed(seq, every)):
         return True
     return books.config.park_seed is not None and books.random.random() < RANDOM_PARKS
+
+
+def has_passed(seq: Sequence, every: int) -> bool:
+    """Whether it has reached another multiple of `every` tokens; with guesses that come true it may have leapt over it."""
+    num_then = max(0, seq.forced_at + 1 - seq.prompt_len)
+    return seq.num_generated // every > num_then // every

@@ -46,6 +46,8 @@ class SchedulerConfig:
     planner: bool = True
     park_every: int = 0
     park_seed: int | None = None
+    num_draft: int = 0  # guessed tokens that a decode step may check behind each row's own
+    num_spare: int = 0  # cells behind those that making guesses takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,8 @@ class DecodeRow(NamedTuple):
     """One row of the decode batch. `position` is its input token's cell: prompt_len + generated - 1, less what shifts have dropped.
 
     `is_replay`: the cell was computed before; what the row samples is nobody's. Either way its token is the generated one of number
-    position + num_dropped - prompt_len.
+    position + num_dropped - prompt_len. It has `num_cells` cells, for its token and for guesses behind it, or in a replay for the tokens
+    that follow. `num_spare` more lie behind those in its pages, for whoever makes guesses to work in.
     """
 
     seq_id: int
@@ -148,6 +151,8 @@ class DecodeRow(NamedTuple):
     position: int
     is_replay: bool = False
     num_dropped: int = 0
+    num_cells: int = 1
+    num_spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,7 @@ class Outcome:
     """What happened. A sequence in `finished` may also be the one that was prefilled or decoded."""
 
     prefilled: PrefillChunk | None = None  # with its forks, those excepted that have left since the plan
-    decoded: tuple[int, ...] = ()  # ids of sequences whose row ran: a token more, or a cell computed again
+    decoded: tuple[int, ...] = ()  # ids of sequences whose row ran, each once for every token more, or for every cell computed again
     finished: Mapping[int, str] = field(default_factory=dict)  # id -> finish reason
     parked: tuple[Chunk, ...] = ()  # chunks whose copy to the host is done
     restored: tuple[Chunk, ...] = ()  # chunks that are back in their pages, checksum verified

@@ -12,6 +12,7 @@ from jaxkv.scheduler.check import check_books
 from jaxkv.scheduler.commit import enter_outcome
 from jaxkv.scheduler.config import validate
 from jaxkv.scheduler.copies import dispatch_parks, end, spoil
+from jaxkv.scheduler.drafts import lend, take_back
 from jaxkv.scheduler.forced import hold, park_forced, release
 from jaxkv.scheduler.need import answer_limit, check_keys_fit
 from jaxkv.scheduler.plan import Chunk, ContextShift, Outcome, Plan, SchedulerConfig
@@ -171,6 +172,7 @@ class Scheduler:
         turn = Turn(books.num_steps, now, min(free_chunks, self.config.chunks_per_step))
         books.num_steps += 1
         books.forks.clear()
+        take_back(books)
         drop_unseen(books, turn)
         shift_contexts(books, turn)
         share_first(books, turn)
@@ -185,6 +187,7 @@ class Scheduler:
         fill_batch(books, turn)
         if replay_one_if_stuck(books, turn):
             fill_batch(books, turn)
+        lend(books, turn)
         return turn.plan()
 
     def commit(self, outcome: Outcome, now: float) -> None:

@@ -6,7 +6,7 @@ Knows nothing of models on disk, devices or requests.
 
 from jaxkv.config.budget import available_memory_bytes, resolve_host_budget
 from jaxkv.config.load import load_config, split_overrides
-from jaxkv.config.scheduler import scheduler_config
+from jaxkv.config.scheduler import num_draft, scheduler_config
 from jaxkv.config.sections import Config
 
-__all__ = ["Config", "available_memory_bytes", "load_config", "resolve_host_budget", "scheduler_config", "split_overrides"]
+__all__ = ["Config", "available_memory_bytes", "load_config", "num_draft", "resolve_host_budget", "scheduler_config", "split_overrides"]

@@ -4,6 +4,11 @@ from jaxkv.config.sections import Config
 from jaxkv.scheduler.plan import SchedulerConfig
 
 
+def num_draft(config: Config) -> int:
+    """Guesses behind each row's token in a decode step."""
+    return 0 if config.speculate.kind == "none" else config.speculate.num_draft
+
+
 def scheduler_config(
     config: Config,
     *,
@@ -46,4 +51,6 @@ def scheduler_config(
         planner=config.debug.planner,
         park_every=config.debug.park_every,
         park_seed=config.debug.park_seed,
+        num_draft=num_draft(config),
+        num_spare=num_draft(config) if config.speculate.kind == "mtp" else 0,
     )

@@ -133,6 +133,18 @@ class TransferSection(Section):
     timeout_s: float = Field(default=60.0, gt=0, description="a copy not done after this long is void, and its sequence computed again")
 
 
+class SpeculateSection(Section):
+    """Who guesses the next tokens, so that a decode step checks several at once. No guess changes an answer."""
+
+    kind: Literal["none", "ngram", "mtp", "draft"] = Field(
+        default="none",
+        description="ngram guesses what followed the last tokens when they stood in the prompt or the answer before, mtp asks the model's "
+        "own draft head, draft the small model in draft_path",
+    )
+    draft_path: str | None = Field(default=None, min_length=1, description="a small model with the same tokenizer, as model.path is given")
+    num_draft: int = Field(default=3, ge=1, le=16, description="tokens guessed for each row and checked in one decode step")
+
+
 class MeshSection(Section):
     """How many devices work together."""
 
@@ -150,6 +162,7 @@ class DebugSection(Section):
     park_seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="park at random moments drawn from this seed; null is off")
     copy_delay_steps: int = Field(default=0, ge=0, description="look at a finished copy only N steps later")
     planner: bool = Field(default=True, description="false parks only when a step has no room left, as a last resort")
+    reject_drafts: bool = Field(default=False, description="check guesses as speculate says, and take none of them")
 
 
 class RequestSection(Section):
@@ -221,6 +234,7 @@ class Config(Section):
     pool: PoolSection = PoolSection()
     scheduler: SchedulerSection = SchedulerSection()
     transfer: TransferSection = TransferSection()
+    speculate: SpeculateSection = SpeculateSection()
     mesh: MeshSection = MeshSection()
     debug: DebugSection = DebugSection()
     request: RequestSection = RequestSection()

@@ -20,11 +20,13 @@ from jaxkv.pool import PoolLayout, pool_sharding
 from jaxkv.pool_size import check_pool, check_staging, plan_layout, size_pool
 from jaxkv.programs import Recipe, Shapes, jit_recipe, shift_recipes, step_recipes
 from jaxkv.snapshots import snapshot_recipes
+from jaxkv.speculate.small import inspect_small, small_layout, small_recipes
 from jaxkv.startup import choose_dtype, choose_shapes, choose_weight_dtype, make_mesh
 from jaxkv.state_programs import state_recipes
 from jaxkv.transfer import HOST_KIND, HostMemory, choose_mode, host_sharding, host_states
 
 _NAMES: dict[str, tuple[str, ...]] = {"prefill": ("weights", "pool", "batch"), "decode": ("weights", "pool", "batch")}
+_NAMES |= dict.fromkeys(("verify", "draft", "draft_fill"), ("weights", "pool", "batch"))
 _NAMES |= {"gather": ("pool", "ids", "into"), "scatter": ("pool", "pages", "ids"), "rotate": ("pool", "sources", "targets", "distance")}
 _NAMES |= {"copy": ("pool", "sources", "targets"), "take": ("states", "row", "into"), "put": ("states", "state", "row")}
 
@@ -82,13 +84,24 @@ def list_programs(config: Config) -> ProgramList:
     mesh = make_mesh(config.mesh.tensor)
     device = mesh.devices.flat[0]
     dtype, shapes = choose_dtype(config.model.dtype, device.platform, info), choose_shapes(config, info.config)
+    small = inspect_small(config, info.config)
     layout = sized(config, plan_layout(config, spread(info.config, mesh.size), shapes, dtype, device.platform), shapes, mesh)
-    model = weightless_model(spread(info.config, mesh.size), dtype, mesh, choose_weight_dtype(config, info))
+    weight_dtype = choose_weight_dtype(config, info)
+    model: Any = weightless_model(spread(info.config, mesh.size), dtype, mesh, weight_dtype)
+    if config.speculate.kind == "mtp" and info.draft_config is not None:
+        model = (model, weightless_model(spread(info.draft_config, mesh.size), dtype, mesh, weight_dtype))
     host = HostMemory(host_sharding(pool_sharding(mesh)), HOST_KIND)
     mode = choose_mode(config.transfer.mode, device.platform, host)
     recipes = step_recipes(model, layout, shapes, mesh) | mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding)
     recipes |= copy_recipes(layout, mesh) | snapshot_recipes(layout, mesh)
     recipes |= shift_recipes(model, layout, mesh) | state_recipes(mode, layout, mesh, host_states(layout, mesh, host))
+    if small is not None:
+        recipes |= small_recipes(
+            weightless_model(spread(small.config, mesh.size), dtype, mesh, small.weight_dtype),
+            small_layout(layout, small.config, mesh.size),
+            shapes,
+            mesh,
+        )
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         found = tuple(measure(name, recipe, mesh) for name, recipe in recipes.items())
     return ProgramList(info.config.model_type, dtype, f"{mesh.size} x {device.device_kind}", layout.num_tokens, found)

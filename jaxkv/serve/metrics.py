@@ -53,6 +53,8 @@ ALIASES = {  # vLLM's names for figures that mean the same
     "request_seconds": "vllm:e2e_request_latency_seconds",
     "queue_seconds": "vllm:request_queue_time_seconds",
     "cached_tokens": "vllm:prefix_cache_hits",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "draft_tokens_accepted": "vllm:spec_decode_num_accepted_tokens",
 }
 
 
@@ -158,6 +160,8 @@ class Meter:
         yield self._counter("kept_bytes_saved", "Bytes that a park found in host memory", counters.kept_bytes_saved)
         yield self._counter("steps", "Turns of the engine", stats.num_steps)
         yield self._counter("decode_steps", "Of these, with a decode batch", stats.num_decode_steps)
+        yield self._counter("draft_tokens", "Guessed tokens that were checked", stats.num_draft_tokens)
+        yield self._counter("draft_tokens_accepted", "Of these, those that came true", stats.num_draft_tokens_accepted)
         yield self._counter("faults", "Steps that broke off and were made good", stats.num_faults)
         yield self._counter("losses", "Sequences whose pages or image went bad", stats.num_losses)
         yield self._counter("compilations", "Programs compiled after the start: 0 where all is well", engine.num_compiles_after_warmup)

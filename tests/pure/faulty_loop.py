@@ -127,9 +127,9 @@ class FaultyRunner(FakeRunner):
         self._burn()
         super()._fork(chunk, fork)
 
-    def _decode(self, row: DecodeRow) -> None:
+    def _decode(self, row: DecodeRow) -> list[int]:
         self._burn()
-        super()._decode(row)
+        return super()._decode(row)
 
     def _is_damaged(self, seq_id: int) -> bool:
         return any(chunk.seq_id == seq_id and chunk.epoch == self.epochs[seq_id] for chunk in self.damaged)

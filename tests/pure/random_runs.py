@@ -63,10 +63,11 @@ def with_window(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
     return replace(config, window=rng.choice([1, 2, 3, 5, 8, 13]), num_pages=rng.randint(3, 16), max_len=rng.choice([12, 40, 60]))
 
 
-def random_loop(rng: random.Random, *, states: bool = False, windows: bool = False) -> WatchedLoop:
-    """A loop whose copies land early, late or out of order."""
+def random_loop(rng: random.Random, *, states: bool = False, windows: bool = False, num_draft: int = 0) -> WatchedLoop:
+    """A loop whose copies land early, late or out of order, and whose guesses come true or not."""
     burst = random.Random(f"burst {rng.getstate()}").choice([1, 2, 3, 16])  # leaves the other draws as they are
-    config = replace(random_config(rng), prefill_burst=burst)
+    luck = random.Random(f"luck {rng.getstate()}")
+    config = replace(random_config(rng), prefill_burst=burst, num_draft=num_draft)
     config = with_states(rng, config) if states else config
     config = with_window(rng, config) if windows else config
     max_delay = rng.choice([0, 0, 1, 3] if config.park_every else [0, 0, 1, 3, 12])
@@ -76,6 +77,7 @@ def random_loop(rng: random.Random, *, states: bool = False, windows: bool = Fal
 
     job = WatchedLoop(config, delay, rng.choice([1, 2, 1000]), max_delay)
     job.forgets = rng.random() < 0.5
+    job.runner.num_true = lambda row: luck.randint(0, num_draft)
     return job
 
 
@@ -146,10 +148,10 @@ class Crowd:
         return self.rng.choice(live) if live and self.rng.random() < 0.9 else self.rng.randint(0, self.num_added)
 
 
-def run_seed(seed: int, *, states: bool = False, windows: bool = False) -> WatchedLoop:
-    """One whole run, of a model with states or without, that sees a window only or all."""
+def run_seed(seed: int, *, states: bool = False, windows: bool = False, num_draft: int = 0) -> WatchedLoop:
+    """One whole run, of a model with states or without, that sees a window only or all, with guesses or without."""
     rng = random.Random(seed)
-    job = random_loop(rng, states=states, windows=windows)
+    job = random_loop(rng, states=states, windows=windows, num_draft=num_draft)
     crowd = Crowd(job, rng)
     events, weights = list(EVENTS), list(EVENTS.values())
     if rng.random() < 0.4:  # an undisturbed one

@@ -125,7 +125,7 @@ def test_a_number_with_an_exponent_is_a_number_in_a_file(tmp_path):
         (["--modle.path", "x"], "unknown field 'modle.path', nearest valid name: model.path"),
         (
             ["--zzz.qqq", "x"],
-            "unknown field 'zzz.qqq', valid sections: model, pool, scheduler, transfer, mesh, debug, request, log, run, "
+            "unknown field 'zzz.qqq', valid sections: model, pool, scheduler, transfer, speculate, mesh, debug, request, log, run, "
             "server, workload, simulate, sweep",
         ),
         (["--pool.tokens"], "--pool.tokens needs a value: integer >= 1 | null"),
