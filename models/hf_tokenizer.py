@@ -13,6 +13,10 @@ from tokenizers.models import BPE
 from jaxkv.models.errors import ModelError
 from jaxkv.models.tokenizer import TokenizerBase, check_text
 
+# From so many characters on a text is a batch of one: the package lets other threads run beside a batch, but not beside a text alone. Eight
+# megabytes in a request would stop all others for seconds.
+LONG_TEXT = 4096
+
 # How text is cut before merging, by the name GGUF files give it. A wrong one yields plausible but different ids, so others are refused.
 PRE_TOKENIZERS: dict[str, list[Any]] = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
@@ -58,7 +62,9 @@ class HfTokenizer(TokenizerBase):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; special tokens spelled out in the text become their single id."""
         check_text(text)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._added and self._added[token_id].special

@@ -74,9 +74,7 @@ def tokenizer_routes(site: Site) -> APIRouter:
         """Token ids of a prompt, or of messages as the chat template writes them."""
         tokenizer, body = _tokenizer(site), read_object(await site.read(request))
         check_model(body, site.model)
-        tokens = await site.service.work(lambda: _encode(tokenizer, body))
-        wants_texts = _flag(body, "return_token_strs", False)
-        texts = [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in tokens] if wants_texts else None
+        tokens, texts = await site.service.work(lambda: _encode_and_spell(tokenizer, body))
         return JsonResponse({"count": len(tokens), "max_model_len": site.max_model_len, "tokens": tokens, "token_strs": texts})
 
     @routes.post("/detokenize", openapi_extra=of_body(DETOKENIZE))
@@ -84,8 +82,8 @@ def tokenizer_routes(site: Site) -> APIRouter:
         """The text of token ids, special ones spelled out."""
         tokenizer, body = _tokenizer(site), read_object(await site.read(request))
         check_model(body, site.model)
-        ids = token_ids(site.engine.model_config.vocab_size)("tokens", body.get("tokens"))
-        return JsonResponse({"prompt": await site.service.work(lambda: _decode(tokenizer, ids))})
+        read = token_ids(site.engine.model_config.vocab_size)
+        return JsonResponse({"prompt": await site.service.work(lambda: _decode(tokenizer, read("tokens", body.get("tokens"))))})
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> JsonResponse:
@@ -120,6 +118,13 @@ def _tokenizer(site: Site) -> Tokenizer:
 
 def _templates(tokenizer: Any) -> dict[str, str]:
     return dict(getattr(tokenizer, "chat_templates", {}))
+
+
+def _encode_and_spell(tokenizer: Tokenizer, body: dict[str, Any]) -> tuple[list[int], list[str] | None]:
+    """The ids, and where it is wished each one's text."""
+    wants_texts, tokens = _flag(body, "return_token_strs", False), _encode(tokenizer, body)
+    texts = [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in tokens] if wants_texts else None
+    return tokens, texts
 
 
 def _encode(tokenizer: Tokenizer, body: dict[str, Any]) -> list[int]:

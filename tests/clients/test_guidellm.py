@@ -44,7 +44,6 @@ def load(command, url, tokenizer, tmp_path):
 def test_more_requests_than_fit_are_all_answered_in_full(path, is_stream, load, url):
     before = figures(url)["jaxkv_parks_total"]
     report = load(path, is_stream=is_stream)
-    print(json.dumps(report)[:3000])
     assert report["metrics"]["request_totals"] == {"successful": NUM, "incomplete": 0, "errored": 0, "total": NUM}
     made = report["metrics"]["output_token_count"]["successful"]
     assert made["min"] == made["max"] == ANSWER

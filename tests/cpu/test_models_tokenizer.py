@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from jaxkv.models import ByteTokenizer, ModelError, load_tokenizer, save_converted
 from jaxkv.models.gguf_file import read_gguf
-from jaxkv.models.hf_tokenizer import HfTokenizer, bpe_tokenizer, read_tokenizer
+from jaxkv.models.hf_tokenizer import LONG_TEXT, HfTokenizer, bpe_tokenizer, read_tokenizer
 from jaxkv.models.load_gguf import gguf_tokenizer
 from tests.cpu.checkpoints import llama_copy, load, write_gguf, write_json
 
@@ -45,6 +45,22 @@ def test_text_is_cut_at_every_digit_before_merging() -> None:
 
 def test_special_tokens_spelled_out_become_their_single_id() -> None:
     assert tiny().encode("<|im_start|>aa<|im_end|>") == [1, 260, 2]
+
+
+def test_a_long_text_lets_other_threads_run_and_has_the_ids_it_would_have_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, asked = tiny(), []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(tokenizer._tokenizer, name)
+
+    watched = HfTokenizer(tokenizer._tokenizer)
+    monkeypatch.setattr(watched, "_tokenizer", Watched())
+    text = "hi <|im_start|>" * (LONG_TEXT // 15 + 1)
+    assert watched.encode(text) == tokenizer._tokenizer.encode(text).ids == tokenizer.encode("hi <|im_start|>") * (LONG_TEXT // 15 + 1)
+    assert watched.encode("hi") == tokenizer.encode("hi")
+    assert asked == ["encode_batch", "encode"]
 
 
 def test_a_first_token_is_added_only_when_the_model_wants_it_and_only_where_asked() -> None:
