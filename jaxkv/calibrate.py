@@ -85,7 +85,7 @@ class ProgramTimes:
         positions[: len(lengths)] = np.asarray(lengths) - 1
         active[: len(lengths)] = True
         knobs = batch.knobs._replace(temperature=np.full_like(batch.knobs.temperature, self._temperature))
-        mine = DecodeBatch(batch.tokens, positions, active, self._table(batch.table), knobs)
+        mine = batch._replace(positions=positions, active=active, table=self._table(batch.table), knobs=knobs)
         return lambda: self._timed(self._parts.programs.decode.run, mine)
 
     def prefill(self, start: int) -> Callable[[], float]:

@@ -25,6 +25,7 @@ from jaxkv.observe.log import LogObserver, tell_stages
 from jaxkv.observe.observers import Observers
 from jaxkv.observe.phases import Phases
 from jaxkv.output import Output
+from jaxkv.overlap import Dispatched
 from jaxkv.prefix import page_keys
 from jaxkv.recover import recover
 from jaxkv.request import Completion, SamplingParams
@@ -59,6 +60,7 @@ class Engine:
         self.speculation = make_speculation(config, self.parts.small)
         self.guard = CompileGuard(strict=config.run.compile_guard)
         self.sequences: dict[int, Live] = {}  # those that have not ended
+        self.unread: list[Dispatched] = []  # steps whose tokens are still on the device: none between steps, or with overlap at most one
         self._num_submitted = 0
         self.num_polls = 0
         self._closed = False
@@ -255,7 +257,7 @@ class Engine:
         for sequence in list(self.sequences.values()):
             self.cancel(sequence.handle)
         self.parts.transfer.drain()
-        self.parts.pool.arrays, self.parts.pool.snapshots = [], []
+        self.unread, self.parts.pool.arrays, self.parts.pool.snapshots = [], [], []
         gc.collect()
 
     # One step

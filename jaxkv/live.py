@@ -40,6 +40,7 @@ class Live:
     pause_s: float = 0.0
     longest_pause_s: float = 0.0
     num_parks: int = 0
+    num_unread: int = 0  # tokens that are drawn and still on the device
     num_faults: int = 0  # steps that broke off because of it, since its last token
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are wanted and computed
@@ -48,6 +49,11 @@ class Live:
     def num_generated(self) -> int:
         """Tokens accepted so far."""
         return len(self.output.token_ids)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens so far, those included that the host has not read."""
+        return self.num_generated + self.num_unread
 
     @property
     def context(self) -> list[int]:
@@ -62,7 +68,7 @@ class Live:
         """Tokens that shifts have dropped before the newest is fed: a context of 38 drops 12 at 38, 50, 62, ... cells."""
         if self.shift is None:
             return 0
-        num_cells = len(self.prompt) + self.num_generated - 1
+        num_cells = len(self.prompt) + self.num_drawn - 1
         return max(0, (num_cells - self.shift.context_len) // self.shift.n_discard + 1) * self.shift.n_discard
 
     @property

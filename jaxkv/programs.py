@@ -50,13 +50,20 @@ class Shapes:
 
 
 class DecodeBatch(NamedTuple):
-    """One token for every row. An inactive row writes to the trash page and its result is unused."""
+    """One token for every row. An inactive row writes to the trash page and its result is unused.
+
+    The input of row i is number source[i] of `tokens`, `decoded` and `first`, one behind the other: i is the host's own token for it. The
+    other two are what the step before has drawn, for its rows and as first tokens, and the host has not read.
+    """
 
     tokens: Int[HostOrDevice, " b"]
     positions: Int[HostOrDevice, " b"]
     active: Bool[HostOrDevice, " b"]
     table: Int[HostOrDevice, "b w"]
     knobs: Knobs
+    source: Int[HostOrDevice, " b"]
+    decoded: Int[HostOrDevice, " b"]
+    first: Int[HostOrDevice, " b"]
 
 
 class PrefillBatch(NamedTuple):
@@ -125,7 +132,7 @@ def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, Pr
 
     b, c = shapes.rows, shapes.chunk
     knobs = neutral_knobs(b, shapes.max_len, shapes.vocab_size)
-    decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), ints(b, width), knobs)
+    decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), ints(b, width), knobs, np.arange(b, dtype=np.int32), ints(b), ints(b))
     start, length, is_last, num_first, row = numbers(0, 1, 1, 0, is_last=True)
     prefill = PrefillBatch(ints(c), start, length, is_last, num_first, row, ints(1, width), knobs, no_targets(c))
     return decode, prefill
@@ -158,8 +165,9 @@ def decode_step(rebuild: Rebuild, layout: PoolLayout, mesh: Mesh) -> Callable[..
         model = rebuild(weights)
         active = jnp.asarray(batch.active)
         attend = paged_attend(layout, jnp.asarray(batch.table), jnp.asarray(batch.positions)[:, None], active[:, None])
+        tokens = jnp.take(jnp.concatenate([batch.tokens, batch.decoded, batch.first]), batch.source, mode="clip")
         with jax.named_scope("layers"):
-            hidden, pool = run_layers(model, layout, batch.tokens, batch.positions, pool, attend, advance_rows(layout, active))
+            hidden, pool = run_layers(model, layout, tokens, batch.positions, pool, attend, advance_rows(layout, active))
         with jax.named_scope("head"):
             logits = whole_logits(model, hidden, mesh)
         with jax.named_scope("sample"):

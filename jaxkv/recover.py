@@ -35,6 +35,9 @@ def recover(engine: "Engine", error: BaseException) -> None:
     if engine.speculation is not None:
         engine.speculation.forget()
     restart_pool(engine)
+    engine.unread.clear()
+    for sequence in engine.sequences.values():
+        sequence.num_unread = 0
     generated = {seq_id: sequence.num_generated for seq_id, sequence in engine.sequences.items()}
     engine.scheduler.recover(transfer.flying, generated, now)
     engine.observers.tell("on_fault", engine, where, now)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv.attention import table_width
 from jaxkv.blame import blaming
 from jaxkv.live import Live
+from jaxkv.overlap import Dispatched
 from jaxkv.pool import PoolLayout
 from jaxkv.programs import DecodeBatch, PrefillBatch, Shapes, numbers
 from jaxkv.sampling import Knobs, neutral_knobs
@@ -32,7 +33,7 @@ class Rows:
         self._seated: list[tuple[int, int, int] | None] = [None] * shapes.rows
         # stand in for the large arrays of those who use none; never written
         self._unused = _on_device(self._neutral(shapes.rows), mesh)
-        self._no_targets = no_targets(shapes.chunk)
+        self._no_targets, self._no_tokens = no_targets(shapes.chunk), np.zeros(shapes.rows, np.int32)
 
     def update(self, updates: tuple[TableUpdate, ...]) -> None:
         """Enter new pages into the block tables."""
@@ -43,20 +44,27 @@ class Rows:
         """Nothing that the knobs say of a sequence is to be built upon."""
         self._seated = [None] * self._shapes.rows
 
-    def decode_batch(self, rows: tuple[DecodeRow, ...], live: Mapping[int, Live]) -> DecodeBatch:
-        """The arrays of one decode step; rows not named are idle."""
+    def decode_batch(self, rows: tuple[DecodeRow, ...], live: Mapping[int, Live], before: Dispatched | None = None) -> DecodeBatch:
+        """The arrays of one decode step; rows not named are idle. `before` is the step before, where its tokens are still on the device."""
         b = self._shapes.rows
+        source, drawn = np.arange(b, dtype=np.int32), {} if before is None else before.drawn
         tokens, positions, active, sampling = np.zeros(b, np.int32), np.zeros(b, np.int32), np.zeros(b, bool), np.zeros(b, bool)
         for entry in rows:
             sequence = live[entry.seq_id]
             if not entry.is_replay:
                 with blaming(entry.seq_id):
                     self._seat(entry.row, sequence)
-            tokens[entry.row] = input_token(entry, sequence)
+            if input_index(entry, sequence) < sequence.num_generated:
+                tokens[entry.row] = sequence.output.token_ids[input_index(entry, sequence)]
+            else:
+                is_first, index = drawn[entry.seq_id]
+                source[entry.row] = b * (2 if is_first else 1) + index
             positions[entry.row] = entry.position
             active[entry.row], sampling[entry.row] = True, not entry.is_replay
         present = {entry.row: live[entry.seq_id] for entry in rows if not entry.is_replay}
-        return DecodeBatch(tokens, positions, active, self._table.copy(), self._copy_knobs(sampling, present))
+        decoded = self._no_tokens if before is None or before.decoded is None else before.decoded.token
+        first = self._no_tokens if before is None or before.prefilled is None else before.prefilled[0].token
+        return DecodeBatch(tokens, positions, active, self._table.copy(), self._copy_knobs(sampling, present), source, decoded, first)
 
     def prefill_batch(self, chunk: PrefillChunk, live: Mapping[int, Live]) -> PrefillBatch:
         """The arrays of one prompt chunk, padded to the chunk width."""
@@ -95,12 +103,12 @@ class Rows:
     def _seat(self, row: int, sequence: Live) -> None:
         """Bring the row's knobs up to this token. What is there of the sequence is only good if it is one token behind: the sequence may
         have gone on in another row meanwhile, and its earlier row may have had no one else in it that decodes."""
-        is_one_behind = self._seated[row] == (sequence.seq_id, sequence.num_generated - 1, sequence.num_dropped)
-        if not is_one_behind or sequence.num_generated <= sequence.params.min_tokens:
+        is_one_behind = self._seated[row] == (sequence.seq_id, sequence.num_drawn - 1, sequence.num_dropped)
+        if not is_one_behind or sequence.num_drawn <= sequence.params.min_tokens:
             _describe(self._knobs, row, sequence)
-        self._seated[row] = (sequence.seq_id, sequence.num_generated, sequence.num_dropped)
-        knobs, length = self._knobs, len(sequence.prompt) + sequence.num_generated - sequence.num_dropped
-        knobs.num_generated[row] = sequence.num_generated
+        self._seated[row] = (sequence.seq_id, sequence.num_drawn, sequence.num_dropped)
+        knobs, length = self._knobs, len(sequence.prompt) + sequence.num_drawn - sequence.num_dropped
+        knobs.num_generated[row] = sequence.num_drawn
         if sequence.wants_history:
             knobs.history[row, length - 1] = sequence.output.token_ids[-1]
             knobs.history_len[row] = length
@@ -125,7 +133,7 @@ class Rows:
 
 def _needed(present: Collection[Live]) -> dict[str, bool]:
     """Which of the large arrays some of them use."""
-    has_bias = any(s.params.logit_bias or s.num_generated < s.params.min_tokens for s in present)
+    has_bias = any(s.params.logit_bias or s.num_drawn < s.params.min_tokens for s in present)
     has_history, has_mask = any(s.wants_history for s in present), any(s.output.guide is not None for s in present)
     return {"history": has_history, "bias_ids": has_bias, "bias": has_bias, "mask": has_mask}
 
@@ -134,12 +142,12 @@ def _on_device(knobs: Knobs, mesh: Mesh) -> Knobs:
     return Knobs(*jax.device_put(tuple(knobs), NamedSharding(mesh, PartitionSpec())))
 
 
-def input_token(entry: DecodeRow, sequence: Live) -> int:
-    """The generated token whose cell this row computes: the newest, or in a replay the one that was fed there before.
+def input_index(entry: DecodeRow, sequence: Live) -> int:
+    """Which generated token's cell this row computes: the newest's, or in a replay that of the one that was fed there before.
 
     Prompt 3: position 3 is fed generated token 0, position 52 token 49, or token 59 if shifts have dropped 10.
     """
-    return sequence.output.token_ids[entry.position + entry.num_dropped - len(sequence.prompt)]
+    return entry.position + entry.num_dropped - len(sequence.prompt)
 
 
 def _describe(knobs: Knobs, row: int, sequence: Live) -> None:
@@ -150,7 +158,7 @@ def _describe(knobs: Knobs, row: int, sequence: Live) -> None:
     knobs.presence[row], knobs.frequency[row], knobs.repetition[row] = p.presence_penalty, p.frequency_penalty, p.repetition_penalty
     knobs.seed[row] = (p.seed >> 32, p.seed & 0xFFFFFFFF)
     knobs.choice[row] = sequence.handle.choice
-    knobs.num_generated[row] = sequence.num_generated
+    knobs.num_generated[row] = sequence.num_drawn
     knobs.wants_top[row] = bool(p.logprobs)
     if sequence.wants_history:
         said = sequence.context
@@ -168,7 +176,7 @@ def _describe_mask(knobs: Knobs, row: int, sequence: Live) -> None:
 def _describe_bias(knobs: Knobs, row: int, sequence: Live) -> None:
     """The request's own biases, then minus infinity for what min_tokens still keeps away. Ids beyond any vocabulary pad the rest."""
     biases = list(sequence.params.logit_bias.items())
-    if sequence.num_generated < sequence.params.min_tokens:
+    if sequence.num_drawn < sequence.params.min_tokens:
         biases += [(token_id, -np.inf) for token_id in sequence.banned]
     knobs.bias_ids[row] = np.iinfo(np.int32).max
     for i, (token_id, bias) in enumerate(biases):

@@ -11,6 +11,7 @@ from jaxkv.ends import end, fail, lose
 from jaxkv.forking import copy_forks
 from jaxkv.guard import RecompileError
 from jaxkv.live import Live
+from jaxkv.overlap import Dispatched, Prefilled, can_wait
 from jaxkv.samples import Samples, read_scores
 from jaxkv.sampling import Sampled
 from jaxkv.scheduler import Chunk, DecodeRow, Outcome, Plan, PrefillChunk, State
@@ -20,8 +21,6 @@ from jaxkv.snapshots import fetch_states, keep_state
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine
-
-Prefilled = tuple[Sampled, Scores]
 
 
 def take_step(engine: "Engine") -> Plan:
@@ -35,9 +34,13 @@ def take_step(engine: "Engine") -> Plan:
         with phases("move"):
             shift_contexts(engine, plan)
             move(engine, plan)
-        prefilled, decoded = dispatch(engine, plan)
+        step = dispatch(engine, plan)
+        engine.unread.append(step)
         with phases("collect"):
-            collect(engine, plan, prefilled, decoded)
+            enter(engine, step)
+            num_left = 1 if may_wait(engine, step) else 0
+            while len(engine.unread) > num_left:
+                collect(engine, engine.unread.pop(0))
     return plan
 
 
@@ -122,9 +125,12 @@ def lose_copy(engine: "Engine", chunk: Chunk, reason: str) -> set[int]:
     return set(lost)
 
 
-def dispatch(engine: "Engine", plan: Plan) -> tuple[Prefilled | None, Sampled | None]:
+def dispatch(engine: "Engine", plan: Plan) -> Dispatched:
     """Run the prompt chunk, then the decode step; the device does them in this order."""
-    parts, prefilled, decoded = engine.parts, None, None
+    parts = engine.parts
+    prefilled: Prefilled | None = None
+    decoded: Sampled | None = None
+    before = engine.unread[-1] if engine.unread else None
     engine.rows.update(plan.tables)
     fetch_states(parts.programs, parts.pool, plan)
     if plan.prefill is not None:
@@ -142,7 +148,7 @@ def dispatch(engine: "Engine", plan: Plan) -> tuple[Prefilled | None, Sampled | 
             prefilled = sampled, scores
     if plan.decode:
         with engine.phases("decode"), blaming(*(entry.seq_id for entry in plan.decode)):
-            rows: Any = engine.rows.decode_batch(plan.decode, engine.sequences)
+            rows: Any = engine.rows.decode_batch(plan.decode, engine.sequences, before)
             if engine.speculation is not None:
                 rows = engine.speculation.widen(rows, plan.decode, engine.sequences)
             parts.pool.arrays, decoded, *guesses = parts.programs.decode.run(parts.weights, parts.pool.arrays, rows)
@@ -150,48 +156,73 @@ def dispatch(engine: "Engine", plan: Plan) -> tuple[Prefilled | None, Sampled | 
                 engine.speculation.hear(plan.decode, *guesses)
         engine.stats.num_decode_steps += 1
         engine.stats.num_busy_rows += len(plan.decode)
-    return prefilled, decoded
+    return Dispatched(plan.prefill, plan.decode, prefilled, decoded)
 
 
-def collect(engine: "Engine", plan: Plan, prefilled: Prefilled | None, decoded: Sampled | None) -> None:
-    """Wait for the tokens, hand them to their sequences, tell the scheduler."""
+def enter(engine: "Engine", step: Dispatched) -> None:
+    """Tell the scheduler what is certain before any token is read: which cells there are, how many tokens, and so who is at the limit.
+
+    Where guesses are checked nothing is certain, since how many are true is read with the tokens.
+    """
+    step.without(lose_damaged(engine))
+    if engine.speculation is not None:
+        return
+    for seq_id in step.drawn:
+        if (sequence := engine.live(seq_id)) is not None:
+            sequence.num_unread += 1
+    settle(engine, step, [entry.seq_id for entry in step.rows], {})
+
+
+def settle(engine: "Engine", step: Dispatched, decoded: list[int], finished: dict[int, str]) -> None:
+    """Tell the scheduler of a step: its chunk, and who has a cell more, once for each."""
+    if step.chunk is None and not step.rows:
+        return
+    now = time.perf_counter()
+    engine.scheduler.commit(Outcome(prefilled=step.chunk, decoded=tuple(decoded), finished=finished), now)
+    for seq_id in (*decoded, *(step.chunk.seq_ids if step.chunk else ())):
+        resume(engine, seq_id, now)  # one whose replay is complete
+
+
+def may_wait(engine: "Engine", step: Dispatched) -> bool:
+    """Whether its tokens are read in the next step, while the device is busy: somebody goes on, and the host need not know with which."""
+    if not engine.config.scheduler.overlap or engine.speculation is not None:
+        return False
+    drawn = [sequence for seq_id in step.drawn if (sequence := engine.live(seq_id)) is not None]
+    return can_wait(drawn) and any(engine.scheduler.state(sequence.seq_id) is State.DECODING for sequence in drawn)
+
+
+def collect(engine: "Engine", step: Dispatched) -> None:
+    """Wait for the tokens and hand them to their sequences; what is drawn for one that has ended meanwhile is nobody's."""
     finished: dict[int, str] = {}
     failed: dict[int, str] = {}
-    first, samples = read(plan, prefilled, decoded)
-    lost = lose_damaged(engine)
-    chunk = None if plan.prefill is None or plan.prefill.seq_id in lost else plan.prefill
-    rows = [entry for entry in plan.decode if entry.seq_id not in lost]
-    if chunk is not None and prefilled is not None:
-        take_scores(engine, chunk, prefilled[1])
-    if chunk is not None and first is not None:
-        for index, seq_id in enumerate(chunk.seq_ids):
-            accept(engine, seq_id, index, first, finished, failed)
-    ran = [seq_id for entry in rows for seq_id in accept_row(engine, entry, samples, finished, failed)]
+    first, samples = read(step)
+    if step.chunk is not None and step.prefilled is not None:
+        take_scores(engine, step.chunk, step.prefilled[1])
+    for index, seq_id in enumerate(step.first):
+        assert first is not None, "who draws a first token is part of a chunk"
+        accept(engine, seq_id, index, first, finished, failed)
+    ran = [seq_id for entry in step.rows for seq_id in accept_row(engine, entry, samples, finished, failed)]
     if engine.speculation is not None:
         engine.speculation.learn(engine.sequences)
-    if chunk is None and not rows:
-        return
-    present = tuple(seq_id for seq_id in ran if seq_id in engine.sequences)
-    now = time.perf_counter()
-    engine.scheduler.commit(Outcome(prefilled=chunk, decoded=present, finished=finished), now)
+        settle(engine, step, [seq_id for seq_id in ran if seq_id in engine.sequences], finished)
+    elif finished:
+        engine.scheduler.commit(Outcome(finished=finished), time.perf_counter())
     for seq_id, reason in failed.items():
         fail(engine, seq_id, reason)
     for seq_id, reason in finished.items():
         if seq_id in engine.sequences:
             end(engine, seq_id, reason)
-    for seq_id in (*present, *(chunk.seq_ids if chunk else ())):
-        resume(engine, seq_id, now)  # one whose replay is complete
 
 
-def read(plan: Plan, prefilled: Prefilled | None, decoded: Sampled | None) -> tuple[Samples | None, Samples | None]:
+def read(step: Dispatched) -> tuple[Samples | None, Samples | None]:
     """Wait for the tokens; what the device could not compute raises here."""
     first = samples = None
-    if plan.prefill is not None and prefilled is not None and plan.prefill.is_last and not plan.prefill.is_replay:
-        with blaming(*plan.prefill.seq_ids):
-            first = Samples(prefilled[0])
-    if decoded is not None:
-        with blaming(*(entry.seq_id for entry in plan.decode)):
-            samples = Samples(decoded)
+    if step.prefilled is not None and step.first:
+        with blaming(*step.first):
+            first = Samples(step.prefilled[0])
+    if step.decoded is not None:
+        with blaming(*(entry.seq_id for entry in step.rows)):
+            samples = Samples(step.decoded)
     return first, samples
 
 
@@ -213,6 +244,8 @@ def accept_row(engine: "Engine", entry: DecodeRow, samples: Samples | None, fini
     """What a row made goes to its sequence, whose id comes back once for every cell that counts: guesses that were true are tokens too."""
     if entry.is_replay or samples is None:
         return [entry.seq_id] * entry.num_cells
+    if engine.live(entry.seq_id) is None:  # it has ended since
+        return []
     num, speculation = 0, engine.speculation
     for place in (entry.row,) if speculation is None else speculation.columns(entry, samples.token):
         if entry.seq_id in finished or entry.seq_id in failed:
@@ -228,6 +261,7 @@ def accept(engine: "Engine", seq_id: int, row: int, samples: Samples, finished: 
     sequence, now = engine.live(seq_id), time.perf_counter()
     if sequence is None:
         return
+    sequence.num_unread = max(0, sequence.num_unread - 1)  # with guesses they are read at once
     try:
         reason = take_token(engine, sequence, row, samples, now)
     except Exception as error:
@@ -264,4 +298,4 @@ def count_token(engine: "Engine", sequence: Live, now: float) -> None:
             stats.ttft_s.append(now - sequence.submitted_s)
     elif sequence.last_token_s is not None:
         stats.token_gap_s.append(now - sequence.last_token_s)
-    sequence.last_token_s = now
+    sequence.last_token_s = now if sequence.paused_s is None else None  # it may have left since the token was drawn

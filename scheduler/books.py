@@ -31,10 +31,10 @@ class Flight:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened so far; monotone, except `host_bytes`, which is held now."""
+    """What happened so far; monotone, except `host_bytes`, which is held now, and ends that are taken back."""
 
     num_admitted: int = 0
-    num_finished: int = 0
+    num_finished: int = 0  # taken back where the last token is lost with a step that broke off
     num_cancelled: int = 0
     num_failed: int = 0
     num_parks: int = 0

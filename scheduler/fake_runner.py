@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxkv.scheduler.need import need
 from jaxkv.scheduler.plan import (
     Chunk,
     ContextShift,
@@ -102,6 +103,10 @@ class FakeRunner:
         self.found[seq_id] = 0
         self.epochs[seq_id] += 1
         self.num_lost[seq_id] += 1
+
+    def unlearn(self, seq_id: int, num_cells: int) -> None:
+        """Beyond these, what was computed of a sequence is nobody's."""
+        del self.programs[seq_id][num_cells:]
 
     def lose_pool(self) -> None:
         """Every page and state is blank again; copies out of them that are under way read what there was."""
@@ -346,6 +351,8 @@ class FakeLoop:
         self.limits: dict[int, int | None] = {}
         self.ends: dict[int, State] = {}
         self.notes: list[tuple[int, Note]] = []
+        self.overlap = False  # tokens are read, and ends by a stop told, when the next step has been carried out
+        self.unread: list[tuple[int, ...]] = []  # by step, those for whom it made a token
         self.num_steps = 0
         self.num_idle_steps = 0  # in a row, with work but without a chunk or a token
 
@@ -395,11 +402,14 @@ class FakeLoop:
     def recover(self) -> None:
         """A step broke off: the pool is lost, and the books are made anew."""
         now = self.now
-        live = {seq_id: num for seq_id, num in self.tokens.items() if seq_id not in self.ends}
+        live = {seq_id: num for seq_id, num in self.tokens.items() if self._waits(seq_id)}
+        self.unread.clear()
         self.runner.lose_pool()
         self.scheduler.recover([copy.chunk for copy in self.runner.flights], live, now)
         self.scheduler.check()
         for view in self.scheduler.snapshot().sequences:
+            self.ends.pop(view.seq_id, None)
+            self.runner.unlearn(view.seq_id, need(view.prompt_len, view.num_generated) if view.num_generated else view.prompt_len - 1)
             is_lost = bool(view.replay_to) or not (view.num_generated or self.scheduler.image(view.seq_id))
             if view.state is State.PARKED and is_lost:
                 self.runner.lose(view.seq_id)
@@ -416,8 +426,7 @@ class FakeLoop:
         self.scheduler.check()
         self.notes += [(self.num_steps, note) for note in plan.notes]
         self._note_ends()
-        outcome = self.runner.run(plan)
-        self._commit(self._with_ends(plan, outcome), now)
+        self._enter(plan, self.runner.run(plan), now)
         self.num_steps += 1
         is_idle = not (plan.prefill or plan.decode or self.scheduler.is_idle)
         self.num_idle_steps = self.num_idle_steps + 1 if is_idle else 0
@@ -426,7 +435,7 @@ class FakeLoop:
     def run(self, num_steps: int = 100_000, until: Callable[[], bool] = lambda: False) -> None:
         """Step until `until` holds or everything has ended and landed; AssertionError after `num_steps`."""
         for _ in range(num_steps):
-            if until() or self.scheduler.is_idle:
+            if until() or (self.scheduler.is_idle and not self.unread):
                 return
             self.step()
         raise AssertionError(f"not done after {num_steps} steps: {self.scheduler.snapshot()}")
@@ -457,6 +466,35 @@ class FakeLoop:
         self.tokens[seq_id] += 1
         if self.tokens[seq_id] == self.stops[seq_id]:
             finished[seq_id] = "length" if self.stops[seq_id] == self.limits[seq_id] else "stop"
+
+    def _enter(self, plan: Plan, outcome: Outcome, now: float) -> None:
+        """What is certain without the tokens at once; then the tokens, but those of the last step only where nothing goes on from them."""
+        if self.scheduler.config.num_draft:  # how many guesses are true is read with the tokens
+            self._commit(self._with_ends(plan, outcome), now)
+            return
+        self._commit(outcome, now)
+        new = [row.seq_id for row in plan.decode if not row.is_replay]
+        if plan.prefill and plan.prefill.is_last and not plan.prefill.is_replay:
+            new += plan.prefill.seq_ids
+        self.unread.append(tuple(new))
+        num_ahead = 1 if self.overlap and any(seq_id not in self.ends for seq_id in new) else 0
+        while len(self.unread) > num_ahead:
+            self._read(self.unread.pop(0), now)
+
+    def _read(self, seq_ids: tuple[int, ...], now: float) -> None:
+        """Count a token of each, and say who ends with it."""
+        finished: dict[int, str] = {}
+        for seq_id in filter(self._waits, seq_ids):
+            self._count(seq_id, finished)
+        self._finish(finished, now)
+
+    def _finish(self, finished: dict[int, str], now: float) -> None:
+        self._commit(Outcome(finished=finished), now)
+
+    def _waits(self, seq_id: int) -> bool:
+        """Whether it takes a token: it lives, or is over for the scheduler with one that has not been read."""
+        end = self.ends.get(seq_id)
+        return end is None or (end is State.FINISHED and self.tokens[seq_id] != self.stops[seq_id])
 
     def _commit(self, outcome: Outcome, now: float) -> None:
         self.scheduler.commit(outcome, now)

@@ -186,7 +186,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened. A sequence in `finished` may also be the one that was prefilled or decoded."""
+    """What happened. A sequence in `finished` may also be the one that was prefilled or decoded, or have been in an earlier outcome: a
+    stop may be told when the next step has been planned, which then computes a cell for nobody."""
 
     prefilled: PrefillChunk | None = None  # with its forks, those excepted that have left since the plan
     decoded: tuple[int, ...] = ()  # ids of sequences whose row ran, each once for every token more, or for every cell computed again

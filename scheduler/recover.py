@@ -1,7 +1,9 @@
 """Books made anew after a step that broke off, at whatever line: from what each sequence is known to have, not from what was half done.
 
 Whoever waits, is parked with its whole image in host memory, or is leaving with every copy under way stays as it is. Everybody else is
-dropped, to be computed again, and the pool is empty but for the pages that a copy may still touch. Knows no reason.
+dropped, to be computed again, and the pool is empty but for the pages that a copy may still touch. A token that was entered and never read
+is taken back, with its cell: be it that its sequence has left since, with that cell in its image, or that it had ended with that token.
+Knows no reason.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,8 +23,11 @@ def recover(books: Books, flying: Iterable[Chunk], generated: Mapping[int, int],
     chunks = {(chunk.seq_id, chunk.epoch, chunk.index) for chunk in flying}
     flights = {key: flight for key, flight in books.flights.items() if key in chunks}
     coming = {flight.image_chunk.host_id for flight in flights.values() if flight.is_park}
+    for seq in books.sequences.values():
+        if seq.state is State.FINISHED and generated.get(seq.seq_id, seq.num_generated) < seq.num_generated:
+            take_back_end(books, seq)
     live = [seq for seq in books.sequences.values() if not seq.is_over]
-    stays = {seq.seq_id for seq in live if keeps_image(seq, coming)}
+    stays = {seq.seq_id for seq in live if keeps_image(seq, coming) and generated.get(seq.seq_id, seq.num_generated) == seq.num_generated}
     for seq in live:
         seq.num_generated = generated.get(seq.seq_id, seq.num_generated)
         if seq.seq_id not in stays and (seq.state is not State.WAITING or seq.row is not None):
@@ -35,6 +40,12 @@ def recover(books: Books, flying: Iterable[Chunk], generated: Mapping[int, int],
     restart_images(books, live, flights)
     restart_lines(books, live)
     recount(books, live)
+
+
+def take_back_end(books: Books, seq: Sequence) -> None:
+    """Its last token has been lost: it goes on from the one before."""
+    seq.state, seq.reason = State.DECODING, ""
+    books.counters.num_finished -= 1
 
 
 def keeps_image(seq: Sequence, coming: set[int]) -> bool:

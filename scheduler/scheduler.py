@@ -156,7 +156,8 @@ class Scheduler:
     def recover(self, flying: Iterable[Chunk], generated: Mapping[int, int], now: float) -> None:
         """A plan or its outcome broke off somewhere: make the books anew. Everybody who was in the pool is dropped, to be computed again.
 
-        `flying` are the copies that the runner still has in flight, `generated` the tokens that each live sequence has.
+        `flying` are the copies that the runner still has in flight, `generated` the tokens that each live sequence has: fewer than were
+        entered where some were never read.
         """
         recover(self._books, flying, generated, now)
 

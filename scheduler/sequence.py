@@ -23,6 +23,7 @@
                                                                    token and is no victim
     REPLAYING  -> PREFILLING, DECODING    replay.advance           as before the drop
     any        -> a terminal state        copies.end               no row; what no copy touches is given back now, the rest on landing
+    FINISHED   -> PARKED                  recover.take_back_end    (at its limit, but the last token was never read) as after a drop
 
 One that an operator holds is PARKED in no line: it stays until it is released, and nobody waits behind it.
 

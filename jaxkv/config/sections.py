@@ -86,6 +86,10 @@ class SchedulerSection(Section):
         ge=1,
         description="prompt chunks in a row where nobody waits for single tokens, as in batch jobs; 1 is a token after each",
     )
+    overlap: bool = Field(
+        default=False,
+        description="begin the next step before the last one's tokens have been read: the device does not wait for the host",
+    )
     victim: VictimName = Field(default="smallest", description="which resident of the least urgent priority is parked when room is needed")
     resume: ReturnName = Field(
         default="head",

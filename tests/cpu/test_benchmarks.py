@@ -49,6 +49,7 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
             "runs", "runs_with_equal_bytes",
         },
     ),
+    "overlap": (["--rows", "2", "--prompt", "4", "--steps", "3"], {"prompt_tokens", "rows"}),
     "stall": (STALL, {"victim_tokens", "victim_mb", "bystanders", "gaps_ms", "copies"}),
     "startup": (["--prompt", "4"], {"format", "starts_s", "cold_over", "cold_over_processor"}),
     "serve": (

@@ -50,14 +50,10 @@ class FaultyRunner(FakeRunner):
         try:
             return super().run(plan)
         except Broken:
-            for seq_id in self.num_known:
-                self.unlearn(seq_id)
+            for seq_id, num in self.num_known.items():
+                self.unlearn(seq_id, num)
             self.fault = None
             raise
-
-    def unlearn(self, seq_id: int) -> None:
-        """What the last plan computed of it is nobody's."""
-        del self.programs[seq_id][self.num_known[seq_id] :]
 
     def drop_chunk(self, host_id: int) -> None:
         super().drop_chunk(host_id)
@@ -154,6 +150,7 @@ class FaultyLoop(FakeLoop):
         self.clock = 0.0
         self.tick = 1.0
         self.forgets = False  # those that ended, at once
+        self.forgotten: set[int] = set()
 
     @property
     def now(self) -> float:
@@ -208,17 +205,30 @@ class FaultyLoop(FakeLoop):
             self._commit(Outcome(parked=tuple(self.runner.unsent)), self.now)
         lost = {seq_id for chunk in self.runner.damaged for seq_id in self.lose_copy(chunk)}
         for seq_id in lost:
-            self.runner.unlearn(seq_id)
+            self.runner.unlearn(seq_id, self.runner.num_known[seq_id])
         is_lost = outcome.prefilled is not None and outcome.prefilled.seq_id in lost
         outcome = Outcome(
             prefilled=None if is_lost else outcome.prefilled,
             decoded=tuple(seq_id for seq_id in outcome.decoded if seq_id not in lost),
         )
-        outcome = self._with_ends(self.without(plan, lost), outcome)
+        if self.runner.fuse % 2:
+            self.break_uncommitted()
+        self._enter(self.without(plan, lost), outcome, self.now)
+
+    def break_uncommitted(self) -> None:
+        """Before the step is entered, or when its tokens are taken but no end is told."""
         if self.runner.fault == "uncommitted":
             self.runner.fault = None
             raise Broken
-        self._commit(outcome, self.now)
+
+    def _with_ends(self, plan: Plan, outcome: Outcome) -> Outcome:
+        found = super()._with_ends(plan, outcome)
+        self.break_uncommitted()
+        return found
+
+    def _finish(self, finished: dict[int, str], now: float) -> None:
+        self.break_uncommitted()
+        super()._finish(finished, now)
 
     @staticmethod
     def without(plan: Plan, lost: set[int]) -> Plan:
@@ -229,8 +239,8 @@ class FaultyLoop(FakeLoop):
         return Plan(plan.step, prefill=prefill, decode=tuple(row for row in plan.decode if row.seq_id not in lost))
 
     def _note_ends(self) -> None:
-        before = set(self.ends)
         super()._note_ends()
         if self.forgets:
-            for seq_id in self.ends.keys() - before:
+            for seq_id in [seq_id for seq_id in self.ends.keys() - self.forgotten if not self._waits(seq_id)]:
+                self.forgotten.add(seq_id)
                 self.scheduler.forget(seq_id)

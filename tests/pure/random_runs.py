@@ -63,7 +63,9 @@ def with_window(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
     return replace(config, window=rng.choice([1, 2, 3, 5, 8, 13]), num_pages=rng.randint(3, 16), max_len=rng.choice([12, 40, 60]))
 
 
-def random_loop(rng: random.Random, *, states: bool = False, windows: bool = False, num_draft: int = 0) -> WatchedLoop:
+def random_loop(
+    rng: random.Random, *, states: bool = False, windows: bool = False, num_draft: int = 0, overlap: bool | None = None
+) -> WatchedLoop:
     """A loop whose copies land early, late or out of order, and whose guesses come true or not."""
     burst = random.Random(f"burst {rng.getstate()}").choice([1, 2, 3, 16])  # leaves the other draws as they are
     luck = random.Random(f"luck {rng.getstate()}")
@@ -78,6 +80,7 @@ def random_loop(rng: random.Random, *, states: bool = False, windows: bool = Fal
     job = WatchedLoop(config, delay, rng.choice([1, 2, 1000]), max_delay)
     job.forgets = rng.random() < 0.5
     job.runner.num_true = lambda row: luck.randint(0, num_draft)
+    job.overlap = random.Random(f"overlap {rng.getstate()}").random() < 0.5 if overlap is None else overlap
     return job
 
 
@@ -148,10 +151,11 @@ class Crowd:
         return self.rng.choice(live) if live and self.rng.random() < 0.9 else self.rng.randint(0, self.num_added)
 
 
-def run_seed(seed: int, *, states: bool = False, windows: bool = False, num_draft: int = 0) -> WatchedLoop:
-    """One whole run, of a model with states or without, that sees a window only or all, with guesses or without."""
+def run_seed(seed: int, *, states: bool = False, windows: bool = False, num_draft: int = 0, overlap: bool | None = None) -> WatchedLoop:
+    """One whole run, of a model with states or without, that sees a window only or all, with guesses or without; unless it is told, every
+    second one without hears of stops a step late."""
     rng = random.Random(seed)
-    job = random_loop(rng, states=states, windows=windows, num_draft=num_draft)
+    job = random_loop(rng, states=states, windows=windows, num_draft=num_draft, overlap=overlap)
     crowd = Crowd(job, rng)
     events, weights = list(EVENTS), list(EVENTS.values())
     if rng.random() < 0.4:  # an undisturbed one

@@ -8,6 +8,7 @@ A failure of the random runs is replayed by `run_seed(n)`, in which n is the int
 import os
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,12 +26,12 @@ COUNTED = (
 )  # fmt: skip
 
 
-def run_named(seed: int, *, states: bool = False, windows: bool = False) -> Counter[str]:
+def run_named(seed: int, **which: Any) -> Counter[str]:
     """A random run; what happened in it."""
     try:
-        return Counter(run_seed(seed, states=states, windows=windows).counts)
+        return Counter(run_seed(seed, **which).counts)
     except Exception as error:
-        raise AssertionError(f"run_seed({seed}, states={states}, windows={windows}): {type(error).__name__}: {error}") from error
+        raise AssertionError(f"run_seed({seed}, **{which}): {type(error).__name__}: {error}") from error
 
 
 def test_random_runs_keep_every_promise() -> None:
@@ -79,7 +80,8 @@ def test_many_random_runs_keep_every_promise() -> None:
     ],
 )
 def test_runs_that_once_broke_a_promise_keep_it(seed: int) -> None:
-    run_named(seed)
+    run_named(seed, overlap=False)
+    run_named(seed, overlap=True)
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,14 @@ def run_broken(seed: int) -> Counter[str]:
     )  # fmt: skip
     delays = [rng.randint(0, rng.choice([0, 1, 5])) for _ in range(31)]
     job = FakeLoop(settings, delay=lambda chunk: delays[(chunk.seq_id + 3 * chunk.epoch + chunk.index) % 31])
+    job.overlap = seed % 2 == 1
     for seq_id in range(6):
         prompt_len = rng.randint(1, 20)
         keys = tuple(f"k{index}" for index in range((prompt_len - 1) // 2)) if rng.random() < 0.5 else ()
         job.add(seq_id, prompt_len, rng.randint(1, 12), page_keys=keys, priority=rng.choice([0, 0, 0, -1]))
     broken: Counter[str] = Counter()
     for _ in range(3000):
-        if job.scheduler.is_idle:
+        if job.scheduler.is_idle and not job.unread:
             break
         name = rng.choice(FILES) if rng.random() < 0.5 else ""
         where = step(job, rng.randint(1, rng.choice([6, 30]) if name else 400) if rng.random() < 0.1 else None, name)

@@ -106,6 +106,7 @@ class WatchedLoop(FaultyLoop):
         return {view.seq_id for view in self.scheduler.snapshot().sequences if view.is_held}
 
     def recover(self) -> None:
+        self.counts["num_finished"] = 0  # an end is taken back whose last token was not read
         super().recover()
         views = self.scheduler.snapshot().sequences
         assert all(view.row is None for view in views)
