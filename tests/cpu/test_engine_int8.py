@@ -81,3 +81,19 @@ def test_other_kinds_of_layers_keep_it_too(family: str) -> None:
     with tiny.engine(**fields, debug__park_every=1) as made:
         assert [tiny.content(c) for c in tiny.run(made, prompts, wishes)] == expected
         assert made.scheduler.counters.num_parks > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_guesses_change_no_answer_in_int8_either(weights: str) -> None:
+    fields: dict[str, Any] = {**INT8, "model__path": str(FIXTURES / "qwen3_5_moe"), "model__weight_dtype": weights}
+    fields |= {"speculate__kind": "mtp", "speculate__num_draft": 3}
+    prompts, params = requests()
+    wishes = [SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=p.temperature, seed=p.seed) for p in params]
+    with tiny.engine(**fields, debug__reject_drafts=True, pool__tokens=512) as made:
+        expected = [tiny.content(c) for c in tiny.alone(made, prompts, wishes)]
+    with tiny.engine(**fields) as made:
+        assert [tiny.content(c) for c in tiny.run(made, prompts, wishes)] == expected
+    with tiny.engine(**fields, debug__park_every=2) as made:
+        assert [tiny.content(c) for c in tiny.run(made, prompts, wishes)] == expected
+        assert made.scheduler.counters.num_parks > 20
