@@ -9,13 +9,13 @@ from itertools import chain, islice
 
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.copies import dispatch_restores, start_restore
-from jaxkv.scheduler.need import entry_pages, gate_pages
+from jaxkv.scheduler.need import entry_pages, gate_pages, is_windowed
 from jaxkv.scheduler.plan import NO_PAGE, Note, TableUpdate
 from jaxkv.scheduler.policies import RETURNS, Applicant
 from jaxkv.scheduler.prefix import num_in_use, share_prefix
 from jaxkv.scheduler.replay import start_replay
 from jaxkv.scheduler.sequence import Sequence, State
-from jaxkv.scheduler.shift import copied_pages, shift_pages
+from jaxkv.scheduler.shift import copied_pages, is_shared, shift_pages
 
 LOOK_AHEAD = 32  # new ones that a policy may choose from: a plan does not walk the whole waiting line
 
@@ -47,17 +47,20 @@ def spare_pages(books: Books, margin: int) -> int:
 
 
 def promised_pages(books: Books, seq: Sequence, margin: int) -> int:
-    """Pages that a resident may still count on."""
-    num_pages = gate_pages(books.config, seq, margin) - seq.num_held
-    if seq.shift is None:
-        return num_pages
-    is_reserved = books.config.admission == "reserve"
-    return num_pages + (copied_pages(books, seq) if is_reserved else shift_pages(books, seq))
+    """Pages that a resident may still count on. With `reserve` those too that will stand for shared ones, where shifts copy what others hold
+    or a window leaves it to them."""
+    num_pages, is_reserved = gate_pages(books.config, seq, margin) - seq.num_held, books.config.admission == "reserve"
+    if seq.shift is not None:
+        return num_pages + (copied_pages(books, seq) if is_reserved else shift_pages(books, seq))
+    return num_pages + (sum(is_shared(books, page) for page in seq.pages) if is_reserved and is_windowed(books.config, seq) else 0)
 
 
 def num_spared(books: Books, seq: Sequence) -> int:
-    """Pages that it need not take, since others have them. With `reserve` none where a context may shift: a shift copies what is shared."""
-    if books.config.admission == "reserve" and any(one.shift is not None for one in (seq, *books.residents)):
+    """Pages that it need not take, since others have them. With `reserve` none where they are its own sooner or later: where a context may
+    shift, which copies what is shared, or with a window."""
+    if books.config.admission == "reserve" and (
+        is_windowed(books.config, seq) or any(one.shift is not None for one in (seq, *books.residents))
+    ):
         return 0
     return num_in_use(books, seq)
 

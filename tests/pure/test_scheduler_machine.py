@@ -91,6 +91,8 @@ def test_runs_that_once_broke_a_promise_keep_it(seed: int) -> None:
         pytest.param(691, id="no more is asked for the margin than is held at once"),
         pytest.param(1802, id="one parked before its first chunk has none of the pages that it found"),
         pytest.param(2116, id="a context that may shift does not begin with pages that are gone"),
+        pytest.param(50344, id="reserved room covers the pages that come after a shared prompt's fall out of the window"),
+        pytest.param(60111, id="reserved room counts shared pages for each of those that will need others in their place"),
     ],
 )
 def test_runs_with_windows_that_once_broke_a_promise_keep_it(seed: int) -> None:
