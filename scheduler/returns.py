@@ -47,8 +47,8 @@ def spare_pages(books: Books, margin: int) -> int:
 
 
 def promised_pages(books: Books, seq: Sequence, margin: int) -> int:
-    """Pages that a resident may still count on. With `reserve` those too that will stand for shared ones, where shifts copy what others hold
-    or a window leaves it to them."""
+    """Pages that a resident may still count on. With `reserve` those too that will stand for shared ones, where shifts copy what others
+    hold or a window leaves it to them."""
     num_pages, is_reserved = gate_pages(books.config, seq, margin) - seq.num_held, books.config.admission == "reserve"
     if seq.shift is not None:
         return num_pages + (copied_pages(books, seq) if is_reserved else shift_pages(books, seq))
