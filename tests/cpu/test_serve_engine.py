@@ -141,6 +141,43 @@ def test_a_batch_makes_way_for_whoever_asks_in_person_and_answers_as_requests_al
     assert num_before == 0 and num_parks == 1, "it did not wait for a row of the batch's to end"
 
 
+async def begin_batch(http, asked):
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(asked)]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    stored = (await http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"})).json()
+    begun = {"input_file_id": stored["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    return (await http.post("/v1/batches", json=begun)).json()["id"]
+
+
+async def answers_of(http, batch_id):
+    while (batch := (await http.get(f"/v1/batches/{batch_id}")).json())["status"] != "completed":
+        await asyncio.sleep(0.005)
+    output = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text
+    answers = {answer["custom_id"]: answer["response"]["body"]["choices"] for answer in map(json.loads, output.splitlines())}
+    return [answers[str(i)] for i in range(len(answers))]
+
+
+def test_batches_beside_each_other_in_a_pool_that_is_too_small_answer_as_requests_alone_do(tmp_path):
+    asked = [
+        [{"prompt": "abcdef"[i], "max_tokens": 40, "seed": 10 * k + i, "ignore_eos": True, "n": 1 + i % 2} for i in range(6)]
+        for k in (1, 2)
+    ]
+
+    async def talk(http, service):
+        alone = [[(await http.post("/v1/completions", json=body)).json()["choices"] for body in bodies] for bodies in asked]
+        ids = [await begin_batch(http, bodies) for bodies in asked]
+        states = set()
+        while (state := tuple([(await http.get(f"/v1/batches/{batch_id}")).json()["status"] for batch_id in ids])) != ("completed",) * 2:
+            states.add(state)
+            await asyncio.sleep(0.005)
+        num_parks = await service.call(lambda engine: engine.scheduler.counters.num_parks)
+        return alone, [await answers_of(http, batch_id) for batch_id in ids], states, num_parks
+
+    alone, answers, states, num_parks = serve(talk, step_s=0.001, server__files_dir=str(tmp_path), pool__tokens=96)
+    assert answers == alone and num_parks > 0
+    assert ("in_progress", "in_progress") in states
+
+
 def test_neither_prompt_nor_answer_is_logged_at_any_level(caplog):
     async def talk(http, service):
         return await asyncio.gather(*(stream(http, {**body, **chat(f"zebra {body['seed']}")}) for body in bodies()))
