@@ -46,16 +46,29 @@ def table_width(max_len: int, page_size: int) -> int:
     return -(-pages // per_block) * per_block
 
 
-def paged_attend(layout: PoolLayout, table: Int[Array, "n w"], positions: Int[Array, "n c"], valid: Int[Array, "n c"]) -> Attend:
+def paged_attend(
+    layout: PoolLayout,
+    table: Int[Array, "n w"],
+    positions: Int[Array, "n c"],
+    valid: Int[Array, "n c"],
+    near: Int[Array, "n v"] | None = None,
+) -> Attend:
     """The `attend` argument of a model, for n sequences with c query tokens each (decode: c = 1; a prompt chunk: n = 1).
 
     Tokens reach the model flat, t = n * c. Where `valid` is false (an idle row, padding) keys go to the trash page, outputs are unused.
+    `near` is the block table of the layers whose pages are a group of their own.
     """
     n, c = positions.shape
-    page = jnp.take_along_axis(table, positions // layout.page_size, axis=1)
-    page = jnp.where(valid, page, 0).reshape(n * c)
     cell = (positions % layout.page_size).reshape(n * c)
-    blocks = table.reshape(n, -1, pages_per_block(layout.page_size))
+
+    def page_of(table: Int[Array, "n w"]) -> Array:
+        page = jnp.take_along_axis(table, positions // layout.page_size, axis=1)
+        return jnp.where(valid, page, 0).reshape(n * c)
+
+    tables = {False: table, True: near} if layout.near and near is not None else {False: table}
+    written = {is_near: page_of(one) for is_near, one in tables.items()}
+    cut = {is_near: one.reshape(n, -1, pages_per_block(layout.page_size)) for is_near, one in tables.items()}
+    blocks = cut[False]
 
     def work_of(window: int | None) -> Work:
         return list_work(positions[:, 0], valid[:, 0], blocks.shape[1], blocks.shape[2] * layout.page_size, window)
@@ -72,17 +85,18 @@ def paged_attend(layout: PoolLayout, table: Int[Array, "n w"], positions: Int[Ar
         scale: float,
         window: int | None = None,
     ) -> tuple[Array, PagedCache]:
+        is_near = layer in layout.near
         with jax.named_scope("write"):
-            pages = write_cells(cache.pool[layer], k, v, page, cell, layout)
+            pages = write_cells(cache.pool[layer], k, v, written[is_near], cell, layout)
         with jax.named_scope("attend"):
             if c > 1:
                 first = 0 if window is None else jnp.maximum(jnp.where(valid, positions, positions.max()).min() - window + 1, 0)
                 q_rows = q.reshape(n, c, *q.shape[1:])
-                out, partials = attend_blocks(q_rows, pages, table, positions, layout, scale, window, first), cache.partials
+                out, partials = attend_blocks(q_rows, pages, tables[is_near], positions, layout, scale, window, first), cache.partials
             else:
                 if window not in works:
                     works[window] = work_of(window)
-                out, partials = attend_listed(q, pages, blocks, positions[:, 0], works[window], cache.partials, layout, scale, window)
+                out, partials = attend_listed(q, pages, cut[is_near], positions[:, 0], works[window], cache.partials, layout, scale, window)
         pool = [*cache.pool[:layer], pages, *cache.pool[layer + 1 :]]
         return out.reshape(q.shape).astype(q.dtype), cache._replace(pool=pool, partials=partials)
 

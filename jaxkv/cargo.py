@@ -37,17 +37,27 @@ class Cargo(Protocol):
 class PageCargo:
     """Pages of every layer that has any, padded to a fixed number."""
 
-    def __init__(self, pool: PoolHolder, layout: PoolLayout, chunk_pages: int, host: NamedSharding | None, device: NamedSharding) -> None:
-        self.num_bytes, self.weight = chunk_pages * layout.page_bytes, 1
+    def __init__(
+        self,
+        pool: PoolHolder,
+        layout: PoolLayout,
+        chunk_pages: int,
+        host: NamedSharding | None,
+        device: NamedSharding,
+        *,
+        is_near: bool = False,
+    ) -> None:
+        group = layout.apart if is_near else layout.together
+        self.num_bytes, self.weight = chunk_pages * group.page_bytes, near_weight(layout) if is_near else 1
         self.device, self.host = device, host
         self.left: list[PoolArrays] = []
-        self._pool, self._layout, self._chunk_pages = pool, layout, chunk_pages
+        self._pool, self._layout, self._chunk_pages, self._is_near = pool, group, chunk_pages, is_near
 
     def take(self, chunk: Chunk, into: PoolArrays | None) -> tuple[PoolArrays, Array]:
-        return self._pool.gather(self._ids(chunk, TRASH_PAGE), into)
+        return self._pool.gather(self._ids(chunk, TRASH_PAGE), into, is_near=self._is_near)
 
     def put(self, arrays: PoolArrays, chunk: Chunk) -> Array:
-        return self._pool.scatter(arrays, self._ids(chunk, self._layout.num_pages + 1))
+        return self._pool.scatter(arrays, self._ids(chunk, self._layout.num_pages + 1), is_near=self._is_near)
 
     def blank(self) -> PoolArrays:
         shape = (self._chunk_pages, *self._layout.page_shape)
@@ -91,3 +101,8 @@ def state_weight(layout: PoolLayout, chunk_pages: int) -> int:
     """As how many chunks of pages a state counts, 1 where there are no pages. Example: 51.5 MB beside chunks of 8.4 MB: 7."""
     chunk_bytes = layout.page_bytes * chunk_pages
     return max(1, -(-layout.state_bytes // chunk_bytes)) if chunk_bytes else 1
+
+
+def near_weight(layout: PoolLayout) -> int:
+    """The same of a chunk of pages of the layers that have their own. Example: 15 such layers beside 3 others: 5."""
+    return max(1, -(-layout.apart.page_bytes // layout.page_bytes)) if layout.near else 1

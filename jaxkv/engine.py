@@ -170,7 +170,8 @@ class Engine:
     def _take(self, prompt: Sequence[int], params: SamplingParams, first: int, on_token: OnToken | None, name: str | None) -> Group:
         self._check_open()
         banned = check_request(prompt, params, self.model_config.vocab_size, self.parts.checkpoint.eos_ids)
-        shift = asked_shift(params, self.parts.scheduler_config, is_possible=self.parts.programs.rotate is not None)
+        can_shift = self.parts.programs.rotate is not None or bool(self.parts.layout.near)  # the scheduler refuses these
+        shift = asked_shift(params, self.parts.scheduler_config, is_possible=can_shift)
         group, now, tokens = Group(), time.perf_counter(), np.array(prompt, np.int32)
         shares = not self.parts.layout.states or self.parts.layout.snapshots > 0  # pages alone are of no use where there are states
         is_cached = shares and self.config.pool.prefix_cache and params.cache_prompt

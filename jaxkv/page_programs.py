@@ -83,7 +83,10 @@ def transfer_recipes(
 
 def mode_recipes(mode: str, layout: PoolLayout, transfer_pages: int, mesh: Mesh, host: NamedSharding | None) -> dict[str, Recipe]:
     """The recipes for one way of copying: direct, staged or hold. `host` is where images go; None where there is no such place. Nothing
-    where no layer has pages."""
-    if not layout.num_layers:
-        return {}
-    return transfer_recipes(layout, transfer_pages, mesh, None if mode == "staged" else host, direct=mode == "direct")
+    where no layer has pages; two more where some have pages of their own."""
+    found: dict[str, Recipe] = {}
+    for name, group in (("", layout.together), ("_near", layout.apart)):
+        if group.num_layers:
+            made = transfer_recipes(group, transfer_pages, mesh, None if mode == "staged" else host, direct=mode == "direct")
+            found |= {kind + name: recipe for kind, recipe in made.items()}
+    return found

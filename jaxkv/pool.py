@@ -11,7 +11,7 @@ the decode batch, so that a decode step takes them as they lie.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -63,6 +63,9 @@ class PoolLayout:
     rows: int = 0  # slots for them
     snapshots: int = 0  # and for those that are kept
     window: int | None = None  # tokens that the layer sees that sees most; None: all
+    near: tuple[int, ...] = ()  # layers with a window whose pages are a group of their own, where others see all
+    near_pages: int = 0  # usable ones of that group
+    near_window: int | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -81,9 +84,19 @@ class PoolLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in all layers, K and V together."""
+        """Bytes of one page in all layers, K and V together; where some have pages of their own, in the others."""
         k, z, d = self.page_shape
-        return 2 * self.num_layers * k * z * d * jnp.dtype(self.storage).itemsize
+        return 2 * (self.num_layers - len(self.near)) * k * z * d * jnp.dtype(self.storage).itemsize
+
+    @property
+    def apart(self) -> "PoolLayout":
+        """The layers whose pages are a group of their own, as a pool by themselves."""
+        return replace(self, num_layers=len(self.near), num_pages=self.near_pages, states=(), rows=0, near=(), near_pages=0)
+
+    @property
+    def together(self) -> "PoolLayout":
+        """The other layers with pages, as a pool by themselves."""
+        return replace(self, num_layers=self.num_layers - len(self.near), states=(), rows=0, near=(), near_pages=0) if self.near else self
 
     @property
     def num_tokens(self) -> int:
@@ -92,8 +105,8 @@ class PoolLayout:
 
     @property
     def pages_bytes(self) -> int:
-        """Device bytes of all pages, the trash page included."""
-        return (self.num_pages + 1) * self.page_bytes
+        """Device bytes of all pages, the trash pages included."""
+        return (self.num_pages + 1) * self.page_bytes + (self.apart.pages_bytes if self.near else 0)
 
     @property
     def states_bytes(self) -> int:
@@ -123,12 +136,13 @@ def pool_sharding(mesh: Mesh) -> NamedSharding:
 
 def allocate(layout: PoolLayout, mesh: Mesh) -> PoolArrays:
     """A pool of zeros. It must be finite from the start: a masked cell still meets a zero weight, and NaN times zero is NaN."""
-    shape, sharding = (layout.num_pages + 1, *layout.page_shape), pool_sharding(mesh)
+    sharding = pool_sharding(mesh)
 
-    def zeros() -> Array:
-        return jnp.zeros(shape, layout.storage, device=sharding)
+    def zeros(layer: int) -> Array:
+        num_pages = layout.near_pages if layer in layout.near else layout.num_pages
+        return jnp.zeros((num_pages + 1, *layout.page_shape), layout.storage, device=sharding)
 
-    pages: PoolArrays = [(zeros(), zeros()) for _ in range(layout.num_layers)]
+    pages: PoolArrays = [(zeros(layer), zeros(layer)) for layer in range(layout.num_layers)]
     return [*pages, *allocate_states(layout, mesh, layout.rows)]
 
 
@@ -171,8 +185,14 @@ class PoolHolder:
         put: Callable[..., Any] | None = None,
         num_states: int = 0,
         snapshots: PoolArrays | None = None,
+        gather_near: Callable[..., Any] | None = None,
+        scatter_near: Callable[..., Any] | None = None,
+        near: tuple[int, ...] = (),
     ) -> None:
         self.arrays = arrays
+        self._near = near  # layers whose pages are a group of their own
+        self._gather_near = gather_near
+        self._scatter_near = scatter_near
         self.snapshots: PoolArrays = snapshots or []  # states that are kept, in slots of their own
         self._gather = gather
         self._scatter = scatter
@@ -196,17 +216,28 @@ class PoolHolder:
         """The layers that have states."""
         return self.arrays[len(self.arrays) - self._num_states :]
 
-    def gather(self, ids: np.ndarray, into: PoolArrays | None = None) -> tuple[PoolArrays, Array]:
-        """Copies of some pages, and their checksum; `into` is memory that is given up for them."""
-        assert self._gather is not None, "no layer has pages"
-        return self._gather(self.pages, ids) if into is None else self._gather(self.pages, ids, into)
+    def group(self, *, is_near: bool) -> PoolArrays:
+        """Of the layers that have pages those whose pages are a group of their own, or the others."""
+        return [layer for place, layer in enumerate(self.pages) if (place in self._near) == is_near]
 
-    def scatter(self, pages: PoolArrays, ids: np.ndarray) -> Array:
+    def replace_group(self, written: PoolArrays, *, is_near: bool) -> None:
+        """A program has written to them."""
+        new, states = iter(written), self.states
+        pages = [next(new) if (place in self._near) == is_near else layer for place, layer in enumerate(self.pages)]
+        self.arrays = [*pages, *states]
+
+    def gather(self, ids: np.ndarray, into: PoolArrays | None = None, *, is_near: bool = False) -> tuple[PoolArrays, Array]:
+        """Copies of some pages, and their checksum; `into` is memory that is given up for them."""
+        gather, pages = self._gather_near if is_near else self._gather, self.group(is_near=is_near)
+        assert gather is not None, "no layer has pages"
+        return gather(pages, ids) if into is None else gather(pages, ids, into)
+
+    def scatter(self, pages: PoolArrays, ids: np.ndarray, *, is_near: bool = False) -> Array:
         """Write pages into the pool; returns the checksum of what was written."""
-        assert self._scatter is not None, "no layer has pages"
-        states = self.states
-        written, checksum = self._scatter(self.pages, pages, ids)
-        self.arrays = [*written, *states]
+        scatter = self._scatter_near if is_near else self._scatter
+        assert scatter is not None, "no layer has pages"
+        written, checksum = scatter(self.group(is_near=is_near), pages, ids)
+        self.replace_group(written, is_near=is_near)
         return checksum
 
     def take(self, row: int, into: PoolArrays | None = None) -> tuple[PoolArrays, Array]:

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from jax.sharding import Mesh
 
-from jaxkv.cargo import state_weight
+from jaxkv.cargo import near_weight, state_weight
 from jaxkv.config import Config, available_memory_bytes
 from jaxkv.errors import ConfigError
 from jaxkv.models import ModelConfig
 from jaxkv.pool import PoolLayout, StateArray, storage_dtype
 from jaxkv.programs import Shapes
 from jaxkv.states import state_arrays
-from jaxkv.windows import sequence_pages
+from jaxkv.windows import near_layers, near_pages, sequence_pages
 
 MIB = 2**20
 
@@ -28,7 +28,7 @@ def plan_layout(config: Config, model: ModelConfig, shapes: Shapes, dtype: str, 
     kv_dtype = dtype if config.pool.kv_dtype == "auto" else config.pool.kv_dtype
     page_size, states = config.pool.page_size, state_arrays(model, dtype, backend)
     num_layers = model.num_layers - len(states) + (config.speculate.kind == "mtp")  # the draft head's is the last one
-    return PoolLayout(
+    layout = PoolLayout(
         num_layers=num_layers,
         num_pages=(config.pool.tokens or 0) // page_size if num_layers else 0,
         page_size=page_size,
@@ -41,11 +41,24 @@ def plan_layout(config: Config, model: ModelConfig, shapes: Shapes, dtype: str, 
         snapshots=config.pool.state_snapshots if states and config.pool.prefix_cache else 0,
         window=model.window,
     )
+    return layout if config.pool.tokens is None else set_apart(config, model, shapes, layout)
+
+
+def set_apart(config: Config, model: ModelConfig, shapes: Shapes, layout: PoolLayout) -> PoolLayout:
+    """The layers with a window get pages of their own, where others see all and all rows together need fewer than the pool has.
+
+    Not where requests shift their contexts, which may need more than a window, nor with speculation, whose program has one table.
+    """
+    near, window = near_layers(model)
+    num_pages = near_pages(model, shapes.rows, shapes.max_len, shapes.chunk, layout.page_size, layout.num_pages)
+    if not num_pages or config.request.context_shift or config.speculate.kind != "none":
+        return layout
+    return replace(layout, near=near, near_pages=num_pages, near_window=window)
 
 
 def check_staging(config: Config, layout: PoolLayout) -> None:
     """At least one chunk, and one state where there are any, must fit the staging memory."""
-    chunk = layout.page_bytes * config.transfer.chunk_pages
+    chunk = layout.page_bytes * near_weight(layout) * config.transfer.chunk_pages
     state = state_weight(layout, config.transfer.chunk_pages) * (chunk or layout.state_bytes)
     if layout.states and state > config.transfer.staging_mib * MIB:
         raise ConfigError(
@@ -59,7 +72,7 @@ def check_staging(config: Config, layout: PoolLayout) -> None:
         )
 
 
-def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh, beside: int = 0) -> PoolLayout:
+def size_pool(config: Config, model: ModelConfig, layout: PoolLayout, shapes: Shapes, mesh: Mesh, beside: int = 0) -> PoolLayout:
     """Check a given pool against the memory there is, or take a share of it: never more than all rows can fill. The states come first.
     Each page takes `beside` bytes more, of a small model that guesses."""
     device = mesh.devices.flat[0]
@@ -69,6 +82,7 @@ def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh, be
     staging = config.transfer.staging_mib * MIB // mesh.size
     if layout.states:
         staging += check_states(layout, free, staging, mesh)
+    staging += layout.apart.pages_bytes // mesh.size if layout.near else 0
     if not layout.num_layers:
         return layout
     if config.pool.tokens is not None:
@@ -88,7 +102,9 @@ def size_pool(config: Config, layout: PoolLayout, shapes: Shapes, mesh: Mesh, be
             f"pool.memory_fraction: got {config.pool.memory_fraction}, which leaves no room for one prompt chunk "
             f"in {free // MIB} MiB; raise it"
         )
-    return replace(layout, num_pages=min(most, share))
+    sized = replace(layout, num_pages=min(most, share))
+    apart = sized if sized.near else set_apart(config, model, shapes, sized)
+    return size_pool(config, model, replace(apart, num_pages=0), shapes, mesh) if apart.near and not sized.near else sized
 
 
 def check_states(layout: PoolLayout, free: int | None, staging: int, mesh: Mesh) -> int:

@@ -60,6 +60,7 @@ class DecodeBatch(NamedTuple):
     positions: Int[HostOrDevice, " b"]
     active: Bool[HostOrDevice, " b"]
     table: Int[HostOrDevice, "b w"]
+    near: Int[HostOrDevice, "b v"]  # of the layers whose pages are a group of their own; v is 0 where there are none
     knobs: Knobs
     source: Int[HostOrDevice, " b"]
     decoded: Int[HostOrDevice, " b"]
@@ -76,6 +77,7 @@ class PrefillBatch(NamedTuple):
     num_first: Int[HostOrDevice, ""]  # tokens to draw if it is the last one: of the sequence itself, and of choices that begin with it
     row: Int[HostOrDevice, ""]  # whose slot holds its state
     table: Int[HostOrDevice, "1 w"]
+    near: Int[HostOrDevice, "1 v"]
     knobs: Knobs  # one entry for each, the sequence's own first
     targets: Targets
 
@@ -105,16 +107,21 @@ class Programs:
     put: Program | None = None
     keep: Program | None = None  # None: no states are kept
     fetch: Program | None = None
+    gather_near: Program | None = None  # None: no layers have pages of their own
+    scatter_near: Program | None = None
+    copy_near: Program | None = None
 
     def movers(self) -> dict[str, Callable[..., Any]]:
         """Those that move pages out and in, and those that do so with states."""
         some = {"gather": self.gather, "scatter": self.scatter, "take": self.take, "put": self.put}
+        some |= {"gather_near": self.gather_near, "scatter_near": self.scatter_near}
         return {name: program.run for name, program in some.items() if program is not None}
 
     def all(self) -> tuple[Program, ...]:
         """In the order in which a request meets them."""
         some = (self.prefill, self.decode, self.gather, self.scatter, self.copy, self.rotate, self.take, self.put, self.keep, self.fetch)
-        return tuple(program for program in some if program is not None)
+        near = (self.gather_near, self.scatter_near, self.copy_near)
+        return tuple(program for program in (*some, *near) if program is not None)
 
 
 def example_verify_batch(shapes: Shapes, layout: PoolLayout) -> VerifyBatch:
@@ -130,11 +137,13 @@ def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, Pr
     def ints(*shape: int) -> np.ndarray:
         return np.zeros(shape, np.int32)
 
+    near_width = width if layout.near else 0
     b, c = shapes.rows, shapes.chunk
     knobs = neutral_knobs(b, shapes.max_len, shapes.vocab_size)
-    decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), ints(b, width), knobs, np.arange(b, dtype=np.int32), ints(b), ints(b))
+    tables, others = (ints(b, width), ints(b, near_width)), (np.arange(b, dtype=np.int32), ints(b), ints(b))
+    decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), *tables, knobs, *others)
     start, length, is_last, num_first, row = numbers(0, 1, 1, 0, is_last=True)
-    prefill = PrefillBatch(ints(c), start, length, is_last, num_first, row, ints(1, width), knobs, no_targets(c))
+    prefill = PrefillBatch(ints(c), start, length, is_last, num_first, row, ints(1, width), ints(1, near_width), knobs, no_targets(c))
     return decode, prefill
 
 
@@ -164,7 +173,9 @@ def decode_step(rebuild: Rebuild, layout: PoolLayout, mesh: Mesh) -> Callable[..
     def decode(weights: Weights, pool: PoolArrays, batch: DecodeBatch) -> tuple[PoolArrays, Sampled]:
         model = rebuild(weights)
         active = jnp.asarray(batch.active)
-        attend = paged_attend(layout, jnp.asarray(batch.table), jnp.asarray(batch.positions)[:, None], active[:, None])
+        attend = paged_attend(
+            layout, jnp.asarray(batch.table), jnp.asarray(batch.positions)[:, None], active[:, None], jnp.asarray(batch.near)
+        )
         tokens = jnp.take(jnp.concatenate([batch.tokens, batch.decoded, batch.first]), batch.source, mode="clip")
         with jax.named_scope("layers"):
             hidden, pool = run_layers(model, layout, tokens, batch.positions, pool, attend, advance_rows(layout, active))
@@ -198,7 +209,7 @@ def chunk_step(layout: PoolLayout, vocab_size: int, mesh: Mesh) -> Callable[...,
         at = jnp.arange(batch.tokens.shape[0])
         valid = at < batch.length
         positions = jnp.where(valid, batch.start + at, 0)
-        attend = paged_attend(layout, jnp.asarray(batch.table), positions[None], valid[None])
+        attend = paged_attend(layout, jnp.asarray(batch.table), positions[None], valid[None], jnp.asarray(batch.near))
         advance = advance_chunk(layout, jnp.asarray(batch.row), jnp.asarray(batch.start), jnp.asarray(batch.length))
         with jax.named_scope("layers"):
             hidden, pool = run_layers(model, layout, batch.tokens, positions, pool, attend, advance)
@@ -254,7 +265,7 @@ def step_recipes(model: nnx.Module | Pair, layout: PoolLayout, shapes: Shapes, m
     weights, rebuild = take_apart(model)
     decode, prefill = example_batches(shapes, layout)
     everywhere, states = NamedSharding(mesh, P()), state_shardings(layout, mesh)
-    pool, pages = pool_shapes(layout, layout.num_pages + 1, mesh) + state_shapes(layout, states), pool_shardings(layout, mesh) + states
+    pool, pages = page_shapes(layout, mesh) + state_shapes(layout, states), pool_shardings(layout, mesh) + states
     weights_in = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
     whole = functools.partial(whole_logits, mesh=mesh)
     if isinstance(model, tuple):
@@ -276,7 +287,7 @@ def step_recipes(model: nnx.Module | Pair, layout: PoolLayout, shapes: Shapes, m
 def shift_recipes(model: nnx.Module | Pair, layout: PoolLayout, mesh: Mesh) -> dict[str, Recipe]:
     """The program that moves keys to other positions, for families that have one."""
     move = key_mover(type(model), getattr(model, "config", None))
-    if move is None or layout.states or isinstance(model, tuple):
+    if move is None or layout.states or layout.near or isinstance(model, tuple):
         return {}
     ids, pool = np.zeros(ROTATE_PAGES, np.int32), pool_shapes(layout, layout.num_pages + 1, mesh)
     return {"rotate": Recipe(rotate_step(move, layout), (pool, ids, ids, np.int32(0)), 0, pool_shardings(layout, mesh))}
@@ -286,6 +297,12 @@ def pool_shapes(layout: PoolLayout, num_pages: int, mesh: Mesh) -> list[Any]:
     """So many pages of every layer, as shapes."""
     pages = jax.ShapeDtypeStruct((num_pages, *layout.page_shape), layout.storage, sharding=pool_sharding(mesh))
     return [(pages, pages)] * layout.num_layers
+
+
+def page_shapes(layout: PoolLayout, mesh: Mesh) -> list[Any]:
+    """All pages of every layer that has any, as shapes."""
+    apart, together = (pool_shapes(group, group.num_pages + 1, mesh) for group in (layout.apart, layout.together))
+    return [apart.pop() if layer in layout.near else together.pop() for layer in range(layout.num_layers)]
 
 
 def pool_shardings(layout: PoolLayout, mesh: Mesh) -> list[Any]:

@@ -28,6 +28,7 @@ class Rows:
     def __init__(self, shapes: Shapes, layout: PoolLayout, mesh: Mesh) -> None:
         self._shapes = shapes
         self._table = np.zeros((shapes.rows, table_width(shapes.max_len, layout.page_size)), np.int32)
+        self._near = np.zeros((shapes.rows, self._table.shape[1] if layout.near else 0), np.int32)
         self._knobs = Knobs(*(np.array(x) for x in self._neutral(shapes.rows)))
         # whose the row's knobs are, and how many tokens said and dropped they describe
         self._seated: list[tuple[int, int, int] | None] = [None] * shapes.rows
@@ -38,7 +39,8 @@ class Rows:
     def update(self, updates: tuple[TableUpdate, ...]) -> None:
         """Enter new pages into the block tables."""
         for update in updates:
-            self._table[update.row, update.first : update.first + len(update.pages)] = update.pages
+            table = self._near if update.is_near else self._table
+            table[update.row, update.first : update.first + len(update.pages)] = update.pages
 
     def forget(self) -> None:
         """Nothing that the knobs say of a sequence is to be built upon."""
@@ -64,7 +66,8 @@ class Rows:
         present = {entry.row: live[entry.seq_id] for entry in rows if not entry.is_replay}
         decoded = self._no_tokens if before is None or before.decoded is None else before.decoded.token
         first = self._no_tokens if before is None or before.prefilled is None else before.prefilled[0].token
-        return DecodeBatch(tokens, positions, active, self._table.copy(), self._copy_knobs(sampling, present), source, decoded, first)
+        tables, knobs = (self._table.copy(), self._near.copy()), self._copy_knobs(sampling, present)
+        return DecodeBatch(tokens, positions, active, *tables, knobs, source, decoded, first)
 
     def prefill_batch(self, chunk: PrefillChunk, live: Mapping[int, Live]) -> PrefillBatch:
         """The arrays of one prompt chunk, padded to the chunk width."""
@@ -74,8 +77,8 @@ class Rows:
         samples = chunk.is_last and not chunk.is_replay
         first = [live[seq_id] for seq_id in chunk.seq_ids] if samples else []
         start, length, is_last, num_first, row = numbers(chunk.start, chunk.length, len(first), chunk.row, is_last=samples)
-        table, targets = self._table[chunk.row : chunk.row + 1].copy(), self._targets(chunk, sequence)
-        return PrefillBatch(tokens, start, length, is_last, num_first, row, table, self._first_knobs(first), targets)
+        targets, (table, near) = self._targets(chunk, sequence), (t[chunk.row : chunk.row + 1].copy() for t in (self._table, self._near))
+        return PrefillBatch(tokens, start, length, is_last, num_first, row, table, near, self._first_knobs(first), targets)
 
     def _first_knobs(self, first: list[Live]) -> Knobs:
         """What the sampler must know of those that draw their first token, in their order."""

@@ -4,8 +4,8 @@ long a park takes over a link of a given speed. Reads a config.json at most, nev
     KV bytes of a token        2 x layers that keep pages x kv heads x head dim x bytes of a number (int8: and 4 of a scale for each head),
                                kv heads counted as often as they are on a device of their own (mesh.tensor)
     state bytes of a sequence  jaxkv.models.state_bytes: per recurrent layer a window in the model's dtype and a sum in float32
-    image of n tokens          transfer chunks of whole pages, the last one padded, and the states; where every layer sees a window, of the
-                               pages that its next token sees
+    image of n tokens          transfer chunks of whole pages, the last one padded, and the states; where layers see a window, theirs
+                               of the pages that its next token sees
 """
 
 import json
@@ -25,7 +25,7 @@ from jaxkv.models.parameters import abstract_model
 from jaxkv.models.read_config import read_config
 from jaxkv.models.states import WIDTHS
 from jaxkv.pool import cell_len
-from jaxkv.windows import image_pages, sequence_pages
+from jaxkv.windows import image_pages, near_layers, near_pages, sequence_pages
 
 GIB = 2**30
 
@@ -98,15 +98,24 @@ def measure(
     length = min(sequence_tokens or max_len, max_len)
     parameters, weights, weights_each = weight_numbers(model, dtype, weight_dtype, num)
     rows, page, chunk = config.scheduler.rows, config.pool.page_size, config.transfer.chunk_pages
-    gone, end = image_pages(model.window, length, page)
-    image = (-(-end // chunk) - gone // chunk) * chunk * page * token + state
     each_pages = sequence_pages(model.window, length, config.scheduler.prefill_chunk, page)
     staging = config.transfer.staging_mib * MIB // num
     slots = rows + (config.pool.state_snapshots if config.pool.prefix_cache else 0)
     fixed = weights_each + -(-slots * state // num)
     free = None if memory_bytes is None else memory_bytes - fixed
     tokens = pool_tokens(config, token, free, rows * sequence_pages(model.window, max_len, config.scheduler.prefill_chunk, page) * page)
-    pool = None if tokens is None else (tokens + page) * token  # with the trash page
+    near, window = near_layers(model)
+    apart = near_pages(model, rows, max_len, config.scheduler.prefill_chunk, page, (tokens or 0) // page)
+    near_token = (
+        token * len(near) // len(model.page_layers) if apart and config.speculate.kind == "none" and not config.request.context_shift else 0
+    )
+    far_token, near_bytes = token - near_token, (apart + 1) * page * near_token  # with the trash page
+    if near_token and config.pool.tokens is None and free is not None:
+        tokens = pool_tokens(config, far_token, free - near_bytes // num, rows * -(-max_len // page) * page)
+    pool = None if tokens is None else (tokens + page) * far_token + near_bytes
+    image = (
+        chunk * page * (chunks(model.window, length, page, chunk) * far_token + chunks(window, length, page, chunk) * near_token) + state
+    )
     each = None if pool is None else fixed + staging + -(-pool // num)
     budget = config.scheduler.host_budget_mib
     held = None if budget is None else (AUTO_MIB if budget == "auto" else budget) * MIB
@@ -134,6 +143,12 @@ def measure(
         park_s=image / (link_gb_per_s * 1e9),
         link_gb_per_s=link_gb_per_s,
     )
+
+
+def chunks(window: int | None, num_tokens: int, page: int, chunk_pages: int) -> int:
+    """Transfer chunks of an image of so many tokens, of which the next one sees a window."""
+    gone, end = image_pages(window, num_tokens, page)
+    return -(-end // chunk_pages) - gone // chunk_pages
 
 
 def pool_tokens(config: Config, token_bytes: int, free_bytes: int | None, most: int) -> int | None:

@@ -17,7 +17,7 @@ from jaxkv.config import Config, available_memory_bytes, num_draft, resolve_host
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.fingerprint import early_facts, fingerprint, fingerprint_facts
-from jaxkv.forking import COPY_PAGES, copy_recipes
+from jaxkv.forking import copy_recipes, warm_up_copies
 from jaxkv.interrupt import check_interrupt
 from jaxkv.models import (
     Checkpoint,
@@ -89,7 +89,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     stage.skip()
     host = probe_host_memory(pool_sharding(mesh))
     beside = 0 if plan.small is None else small_layout(plan.layout, plan.small.config, mesh.size).page_bytes
-    layout = size_pool(config, plan.layout, shapes, mesh, beside)
+    layout = size_pool(config, info.config, plan.layout, shapes, mesh, beside)
     check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
     mode = choose_mode(config.transfer.mode, mesh.devices.flat[0].platform, host)
     moves = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding) | copy_recipes(layout, mesh)
@@ -97,9 +97,8 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     programs = build_programs(model, layout, shapes, mesh, moves, exact_float32=dtype == "float32")
     small = None if plan.small is None else start_small(plan.small, dtype, layout, shapes, mesh)
     stage("compile")
-    pool = PoolHolder(
-        allocate(layout, mesh), **programs.movers(), num_states=len(layout.states), snapshots=allocate_snapshots(layout, mesh)
-    )
+    kept = allocate_snapshots(layout, mesh)
+    pool = PoolHolder(allocate(layout, mesh), **programs.movers(), num_states=len(layout.states), snapshots=kept, near=layout.near)
     transfer = Transfer(pool, layout, host, transfer_settings(config, layout, host, mode))
     weights, _ = take_apart(model)
     warm_up(weights, pool, transfer, programs, layout, shapes, has_head=config.speculate.kind == "mtp")
@@ -126,6 +125,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
             budget=budget,
             hold=mode == "hold",
             window=layout.window,
+            near=(layout.near_window, layout.near_pages, transfer.near_bytes),
         ),
         fingerprint_facts=facts,
         fingerprint=fingerprint(facts),
@@ -289,14 +289,13 @@ def warm_up(
     pool.arrays, sampled, *_ = programs.prefill.run(weights, pool.arrays, prompt)
     pool.arrays, sampled, *_ = programs.decode.run(weights, pool.arrays, rows)
     np.asarray(sampled.token)
-    if programs.copy is not None:
-        nowhere = np.full(COPY_PAGES, layout.num_pages + 1, np.int32)
-        pool.arrays = programs.copy.run(pool.arrays, nowhere, nowhere)
+    warm_up_copies(programs, pool, layout)
     if programs.rotate is not None:
         beyond = np.full(ROTATE_PAGES, layout.num_pages + 1, np.int32)
         pool.arrays = programs.rotate.run(pool.arrays, beyond, beyond, np.int32(0))
     warm_up_snapshots(programs, pool)
     chunks = [Chunk(-1, 0, 0, (0,), host_id=-1)] if layout.num_layers else []
+    chunks += [Chunk(-1, 0, 0, (0,), host_id=-1, is_near=True)] if layout.near else []
     for chunk in [*chunks, *([Chunk(-1, 0, 1, (), host_id=-1, row=0)] if layout.states else [])]:
         for move, settled in ((transfer.park, "parked"), (transfer.restore, "restored")):
             move(chunk, step=0)

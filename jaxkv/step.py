@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxkv.blame import blaming
 from jaxkv.ends import end, fail, lose
-from jaxkv.forking import copy_forks
+from jaxkv.forking import copy_all_forks
 from jaxkv.guard import RecompileError
 from jaxkv.live import Live
 from jaxkv.overlap import Dispatched, Prefilled, can_wait
@@ -134,7 +134,6 @@ def dispatch(engine: "Engine", plan: Plan) -> Dispatched:
     engine.rows.update(plan.tables)
     fetch_states(parts.programs, parts.pool, plan)
     if plan.prefill is not None:
-        forks = plan.prefill.forks
         with engine.phases("prefill"), blaming(*plan.prefill.seq_ids):
             batch: Any = engine.rows.prefill_batch(plan.prefill, engine.sequences)
             if engine.speculation is not None:
@@ -143,8 +142,7 @@ def dispatch(engine: "Engine", plan: Plan) -> Dispatched:
             if engine.speculation is not None:
                 engine.speculation.hear(plan.prefill, *guesses)
             keep_state(parts.programs, parts.pool, plan.prefill.row, plan.prefill.keep)
-            if parts.programs.copy is not None:
-                parts.pool.arrays = copy_forks(parts.programs.copy.run, parts.pool.arrays, forks, parts.layout.num_pages)
+            copy_all_forks(parts.programs, parts.pool, parts.layout, plan.prefill.forks)
             prefilled = sampled, scores
     if plan.decode:
         with engine.phases("decode"), blaming(*(entry.seq_id for entry in plan.decode)):

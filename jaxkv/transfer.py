@@ -90,6 +90,7 @@ class HostChunk:
     pages: Any  # PoolArrays in pinned memory, or the same as NumPy arrays
     checksum: Any  # a uint32 scalar
     is_state: bool = False
+    is_near: bool = False
 
 
 @dataclass(slots=True)
@@ -166,9 +167,10 @@ class Transfer:
     def __init__(self, pool: PoolHolder, layout: PoolLayout, host: HostMemory, settings: TransferSettings) -> None:
         self._settings, mesh = settings, pool.mesh
         self._pages: Cargo = PageCargo(pool, layout, settings.chunk_pages, host.sharding, pool_sharding(mesh))
+        self._near: Cargo = PageCargo(pool, layout, settings.chunk_pages, host.sharding, pool_sharding(mesh), is_near=True)
         states = state_shardings(layout, mesh, batched=False)
         self._states: Cargo = StateCargo(pool, layout, settings.chunk_pages, host_states(layout, mesh, host), states)
-        self._heaviest = self._states.weight if layout.states else 1
+        self._heaviest = max(self._states.weight if layout.states else 1, self._near.weight)
         self.stored: dict[int, HostChunk] = {}  # by host_id
         self._out: list[Outbound] = []
         self._in: list[Inbound] = []
@@ -179,6 +181,11 @@ class Transfer:
     def chunk_bytes(self) -> int:
         """Bytes of one chunk of pages, padding included."""
         return self._pages.num_bytes
+
+    @property
+    def near_bytes(self) -> int:
+        """Bytes of one of pages of layers that have their own."""
+        return self._near.num_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -208,7 +215,7 @@ class Transfer:
         if self._settings.mode == "direct":
             into = cargo.left.pop() if cargo.left else cargo.blank()
         arrays, checksum = cargo.take(chunk, into)
-        host = HostChunk(self._to_host(arrays, cargo), checksum, is_state=chunk.row is not None)
+        host = HostChunk(self._to_host(arrays, cargo), checksum, is_state=chunk.row is not None, is_near=chunk.is_near)
         self.stored[chunk.host_id] = host
         self._out.append(Outbound(chunk, host, step, now))
         self.stats.bytes_to_host += cargo.num_bytes
@@ -248,7 +255,7 @@ class Transfer:
         host = self.stored.pop(host_id, None)
         if host is None or self._settings.mode != "direct":
             return
-        cargo = self._states if host.is_state else self._pages
+        cargo = self._states if host.is_state else self._near if host.is_near else self._pages
         in_flight = [*(flight.host for flight in self._out), *(flight.host for flight in self._in)]
         has_room = len(cargo.left) < self._settings.max_in_flight // cargo.weight
         is_sound = isinstance(host.checksum, int)  # else its copy failed, and its memory may be gone
@@ -278,9 +285,11 @@ class Transfer:
             with suppress(Exception):
                 jax.block_until_ready(arrays)
         self._out, self._in, self.stored = [], [], {}
-        self._pages.left, self._states.left = [], []
+        self._pages.left, self._near.left, self._states.left = [], [], []
 
     def _cargo(self, chunk: Chunk) -> Cargo:
+        if chunk.is_near:
+            return self._near
         return self._pages if chunk.row is None else self._states
 
     def _to_host(self, arrays: PoolArrays, cargo: Cargo) -> Any:

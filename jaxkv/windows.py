@@ -5,6 +5,7 @@ is computed, and one more where the two do not begin with a page.
 """
 
 from jaxkv.config import Config
+from jaxkv.models import ModelConfig
 from jaxkv.pool import PoolLayout
 
 
@@ -20,8 +21,31 @@ def image_pages(window: int | None, num_tokens: int, page_size: int) -> tuple[in
     return gone, -(-num_tokens // page_size)
 
 
+def near_layers(model: ModelConfig) -> tuple[tuple[int, ...], int]:
+    """The layers with a window, counted among those that have keys, where others see all; and the widest of their windows."""
+    windows = {place: model.window_of(layer) for place, layer in enumerate(model.page_layers)}
+    near = {place: window for place, window in windows.items() if window is not None}
+    return (tuple(near), max(near.values())) if near and model.window is None and not model.state_layers else ((), 0)
+
+
+def near_pages(model: ModelConfig, rows: int, max_len: int, chunk: int, page_size: int, pool_pages: int) -> int:
+    """Pages for these layers alone: as many as all rows can hold at once; 0 where that is no less than the pool has, or can be filled.
+
+    Then they lie in the pool's own pages: whoever has room for those of the other layers has room for these too.
+    """
+    near, window = near_layers(model)
+    num = rows * (-(-(window + chunk) // page_size) + 1)
+    return num if near and num < min(pool_pages, rows * -(-max_len // page_size)) else 0
+
+
 def about_windows(config: Config, layout: PoolLayout, max_len: int) -> list[str]:
     """What is to be said once about a model whose every layer sees a window, and which goes further than that."""
+    if layout.near:
+        size = layout.apart.pages_bytes / 2**20
+        return [
+            f"{len(layout.near)} of {layout.num_layers} layers see the last {layout.near_window} tokens: beside the pool they have "
+            f"{layout.near_pages} pages for all rows ({size:.0f} MiB); contexts do not shift"
+        ]
     if layout.window is None or layout.window >= max_len:
         return []
     most = sequence_pages(layout.window, max_len, config.scheduler.prefill_chunk, layout.page_size) * layout.page_size

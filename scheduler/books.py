@@ -100,8 +100,11 @@ class Books:
     def __init__(self, config: SchedulerConfig, on_drop: Callable[[int], None] = lambda host_id: None) -> None:
         self.config = config
         self.pages = PageLedger(config.num_pages)
+        self.near = PageLedger(config.near_pages)
         self.snapshots = SnapshotLedger(config.num_snapshots if config.state_bytes else 0)
-        self.host = HostLedger(config.host_budget_bytes, config.chunk_bytes, config.state_bytes, keep=config.keep_images, on_drop=on_drop)
+        self.host = HostLedger(
+            config.host_budget_bytes, config.chunk_bytes, config.state_bytes, config.near_bytes, keep=config.keep_images, on_drop=on_drop
+        )
         self.counters = Counters()
         self.random = random.Random(config.park_seed)
         self.num_steps = 0
@@ -118,6 +121,10 @@ class Books:
         self.to_restore: deque[Sequence] = deque()
         self.flights: dict[tuple[int, int, int], Flight] = {}  # by sequence, epoch and index
         self.forks: dict[int, Fork] = {}  # of the plan that is being carried out, by sequence
+
+    def ledger(self, chunk: Chunk) -> PageLedger:
+        """Whose pages a chunk has."""
+        return self.near if chunk.is_near else self.pages
 
     @property
     def leader(self) -> Sequence | None:

@@ -2,7 +2,8 @@
 
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.fork import plan_forks
-from jaxkv.scheduler.need import chunk_len, has_next_cell, missing_pages
+from jaxkv.scheduler.near import grow_near
+from jaxkv.scheduler.need import chunk_len, has_near_cell, has_next_cell, missing_pages, near_lacking
 from jaxkv.scheduler.plan import DecodeRow, PrefillChunk, TableUpdate
 from jaxkv.scheduler.prefix import reserve_snapshot
 from jaxkv.scheduler.returns import first_in_line
@@ -27,7 +28,7 @@ def decode_row(books: Books, turn: Turn, seq: Sequence) -> None:
     is_decoding = seq.state is State.DECODING
     if not (is_decoding or seq.wants_row) or (seq.shift is not None and seq.is_full):
         return
-    if has_next_cell(books.config, seq) or grow(books, turn, seq):
+    if (has_next_cell(books.config, seq) and has_near_cell(books.config, seq)) or grow(books, turn, seq):
         assert seq.row is not None
         turn.decode.append(DecodeRow(seq.seq_id, seq.row, seq.num_cells, not is_decoding, seq.num_dropped))
 
@@ -79,11 +80,12 @@ def nobody_minds(books: Books, turn: Turn) -> bool:
 def grow(books: Books, turn: Turn, seq: Sequence) -> bool:
     """Give it the pages its next step lacks, all or none; False if there are too few."""
     num = missing_pages(books.config, seq)
-    if num > books.pages.num_free:
+    if num > books.pages.num_free or near_lacking(books.config, seq) > books.near.num_free:
         return False
     if num:
         assert seq.row is not None
         pages = books.pages.take(seq.seq_id, num)
         turn.tables.append(TableUpdate(seq.row, len(seq.pages), tuple(pages)))
         seq.pages += pages
+    grow_near(books, turn, seq)
     return True

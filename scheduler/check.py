@@ -3,7 +3,8 @@
 from collections import Counter
 
 from jaxkv.scheduler.books import Books
-from jaxkv.scheduler.need import cell_pages, gone_pages, is_windowed, most_cells, need, pages_for
+from jaxkv.scheduler.ledger import PageLedger
+from jaxkv.scheduler.need import cell_pages, gone_pages, is_windowed, most_cells, near_gone, near_most, need, pages_for
 from jaxkv.scheduler.plan import NO_PAGE
 from jaxkv.scheduler.sequence import AWAY, RUNNING, Sequence, State
 
@@ -16,6 +17,7 @@ def check_books(books: Books) -> None:
     assert books.num_live == len(live), "the count of live sequences is wrong"
     check_rows(books, live)
     check_pages(books, live)
+    check_near(books, live)
     check_host(books, live)
     check_parks(books, live)
     check_keys(books, live)
@@ -37,18 +39,40 @@ def check_rows(books: Books, live: list[Sequence]) -> None:
 def check_pages(books: Books, live: list[Sequence]) -> None:
     """Who holds a page lists it, as a resident or in a park or a flight, and so many times is it held: one owner or refcount == owners."""
     held = [(page, seq.seq_id) for seq in live for page in seq.held_pages]
-    due = [(page, seq.seq_id) for seq in live if seq.state is State.PARKING for chunk in seq.copies_due for page in chunk.pages]
-    flying = [(page, flight.chunk.seq_id) for flight in books.flights.values() for page in flight.pages]
-    leaving = [*due, *flying]
+    check_held(books.pages, held, leaving_pages(books, live, is_near=False))
+
+
+def check_near(books: Books, live: list[Sequence]) -> None:
+    """The same for the pages that layers with a window have for themselves."""
+    books.near.check()
+    held = [(page, seq.seq_id) for seq in live for page in seq.near[seq.near_gone :]]
+    check_held(books.near, held, leaving_pages(books, live, is_near=True))
+    for seq in live if books.config.near_pages else ():
+        assert seq.near[: seq.near_gone] == [NO_PAGE] * seq.near_gone and NO_PAGE not in seq.near[seq.near_gone :]
+        if seq.row is not None:
+            assert seq.near_gone <= near_gone(books.config, seq.num_cells), f"near pages are gone too soon: {seq.near}"
+            assert len(seq.near) * books.config.page_size >= seq.num_cells, f"{seq.num_cells} cells in {seq.near}"
+            assert len(seq.near) - near_gone(books.config, seq.num_cells) <= near_most(books.config), f"{seq.near} are too many"
+
+
+def leaving_pages(books: Books, live: list[Sequence], *, is_near: bool) -> list[tuple[int, int]]:
+    """Pages that a copy has yet to read or may still write, and of whom."""
+    due = [(chunk, seq.seq_id) for seq in live if seq.state is State.PARKING for chunk in seq.copies_due]
+    flying = [(flight.chunk, flight.chunk.seq_id) for flight in books.flights.values() if flight.pages]
+    return [(page, seq_id) for chunk, seq_id in (*due, *flying) if chunk.is_near == is_near for page in chunk.pages]
+
+
+def check_held(ledger: PageLedger, held: list[tuple[int, int]], leaving: list[tuple[int, int]]) -> None:
+    """Who lists a page holds it, and so many times is it held."""
     listed: dict[int, list[int]] = {}
     for page, seq_id in [*held, *leaving]:
         listed.setdefault(page, []).append(seq_id)
     for page, names in listed.items():
-        holders = books.pages.holders(page)
+        holders = ledger.holders(page)
         assert len(names) == len(holders) and set(names) == set(holders), f"page {page} is listed by {names} and belongs to {holders}"
-    assert not any(books.pages.is_leaving(*entry) for entry in held), "a held page is leaving"
-    assert all(books.pages.is_leaving(*entry) for entry in leaving), "a leaving page is held"
-    assert len(listed) + books.pages.num_free == books.config.num_pages, "free, held, in flight and cached pages are not all there are"
+    assert not any(ledger.is_leaving(*entry) for entry in held), "a held page is leaving"
+    assert all(ledger.is_leaving(*entry) for entry in leaving), "a leaving page is held"
+    assert len(listed) + ledger.num_free == ledger.num_pages, "free, held, in flight and cached pages are not all there are"
 
 
 def check_keys(books: Books, live: list[Sequence]) -> None:
@@ -120,7 +144,7 @@ def check_sequence(books: Books, seq: Sequence) -> None:
     assert (seq.parked_since is not None) == (seq.state in AWAY)
     if seq.state in AWAY:
         num_held = 0 if seq.replay_to else num_pages - seq.num_gone
-        assert seq.image_pages == num_held == sum(chunk.span.num_pages for chunk in seq.image)
+        assert seq.image_pages == num_held == sum(chunk.span.num_pages for chunk in seq.image if not chunk.span.is_near)
         has_state = bool(books.config.state_bytes and seq.num_cells and not seq.replay_to)
         assert [chunk.span.is_state for chunk in seq.image] == [False] * (len(seq.image) - has_state) + [True] * has_state
         assert not seq.kept

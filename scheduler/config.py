@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from jaxkv.scheduler.need import near_most
 from jaxkv.scheduler.plan import SchedulerConfig
 from jaxkv.scheduler.policies import RETURNS, VICTIMS
 
@@ -19,6 +20,10 @@ def validate(config: SchedulerConfig) -> None:
         _at_least(config, name, 0)
     for name in ("num_draft", "num_spare"):
         _at_least(config, name, 0)
+    for name in ("near_pages", "near_bytes"):
+        _at_least(config, name, 0)
+    if config.near_pages:
+        _check_near(config)
     if config.window is not None:
         _at_least(config, "window", 1)
     for name in ("host_budget_bytes", "max_bypass"):
@@ -29,6 +34,16 @@ def validate(config: SchedulerConfig) -> None:
     _one_of("admission", config.admission, ADMISSIONS)
     _one_of("rotate", config.rotate, ROTATIONS)
     _one_of("over_budget", config.over_budget, OVER_BUDGET)
+
+
+def _check_near(config: SchedulerConfig) -> None:
+    """All rows together must be able to hold what each may, so that the pages of layers with a window are never what is short."""
+    if config.near_window is None or config.window is not None or config.state_bytes or config.num_draft:
+        raise ValueError("near_pages are for models some of whose layers have a window, without states and without guesses")
+    _at_least(config, "near_window", 1)
+    least = config.rows * near_most(config)
+    if config.near_pages < least:
+        raise ValueError(f"scheduler setting near_pages is {config.near_pages}, but {config.rows} rows need at least {least}")
 
 
 def _at_least(config: SchedulerConfig, name: str, least: int) -> None:

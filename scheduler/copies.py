@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from jaxkv.scheduler.books import Books, Flight, Turn
-from jaxkv.scheduler.images import Span, cut, state_span
+from jaxkv.scheduler.images import Span, cut, near_spans, state_span
+from jaxkv.scheduler.near import leave_near
 from jaxkv.scheduler.need import cell_pages
 from jaxkv.scheduler.plan import Chunk, Note
 from jaxkv.scheduler.sequence import AWAY, Sequence, State
@@ -18,13 +19,15 @@ def spans(books: Books, seq: Sequence) -> list[Span]:
     config, num_cells = books.config, seq.num_cells if seq.num_computed > seq.num_cached else 0
     num_pages = cell_pages(config, num_cells)
     found = cut(num_pages, min(num_pages, num_cells // config.page_size), config.chunk_pages, seq.page_keys, seq.num_gone)
+    if config.near_pages and num_pages:
+        found += near_spans(num_pages, config.chunk_pages, seq.near_gone)
     return [*found, state_span(num_pages)] if config.state_bytes and num_cells else found
 
 
 def image_size(books: Books, seq: Sequence) -> tuple[int, int]:
     """Pages of its image, and the host bytes (padding included) that it adds to those in use."""
     image = spans(books, seq)
-    return sum(span.num_pages for span in image), books.host.added(image, seq.kept)
+    return sum(span.num_pages for span in image if not span.is_near), books.host.added(image, seq.kept)
 
 
 def has_room(books: Books, residents: list[Sequence]) -> bool:
@@ -42,11 +45,14 @@ def start_park(books: Books, turn: Turn, seq: Sequence, cause: str) -> bool:
         seq.num_cells = seq.num_cached = 0
     books.host.let_go(seq.kept)
     seq.image, seq.kept = image, {}
-    seq.image_pages = sum(chunk.span.num_pages for chunk in image)
+    seq.image_pages = sum(chunk.span.num_pages for chunk in image if not chunk.span.is_near)
     seq.copies_due = begin_copies(seq, [not chunk.is_sent for chunk in image])
     seq.copies_left = {index for index, chunk in enumerate(image) if not chunk.is_here}
-    leaving = {page: None for chunk in seq.copies_due for page in chunk.pages}
+    leaving = {page: None for chunk in seq.copies_due for page in chunk.pages if not chunk.is_near}
     books.pages.leave(seq.seq_id, list(leaving))
+    near = {page: None for chunk in seq.copies_due for page in chunk.pages if chunk.is_near}
+    books.near.leave(seq.seq_id, list(near))
+    leave_near(books, seq, near)
     books.pages.give_back(seq.seq_id, [page for page in seq.held_pages if page not in leaving])
     books.leave_row(seq, is_free=all(chunk.row is None for chunk in seq.copies_due))
     seq.pages, seq.num_gone = [], seq.num_gone if seq.num_cells else 0
@@ -73,7 +79,7 @@ def join_line(books: Books, seq: Sequence, now: float) -> None:
 
 def start_restore(books: Books, seq: Sequence, num_shared: int) -> None:
     """Begin to fill the pages it was just given, all but the first `num_shared`, which it found in the pool."""
-    seq.copies_due = begin_copies(seq, [chunk.span.first >= num_shared for chunk in seq.image])
+    seq.copies_due = begin_copies(seq, [chunk.span.is_near or chunk.span.first >= num_shared for chunk in seq.image])
     seq.copies_left = {chunk.index for chunk in seq.copies_due}
     seq.state = State.RESTORING
     if seq.copies_due:
@@ -87,8 +93,10 @@ def begin_copies(seq: Sequence, is_due: list[bool]) -> deque[Chunk]:
     due: deque[Chunk] = deque()
     for index, chunk in enumerate(seq.image):
         if is_due[index]:
-            pages = seq.pages[chunk.span.first : chunk.span.first + chunk.span.num_pages]
-            due.append(Chunk(seq.seq_id, seq.epoch, index, tuple(pages), chunk.host_id, seq.row if chunk.span.is_state else None))
+            span = chunk.span
+            pages = tuple((seq.near if span.is_near else seq.pages)[span.first : span.first + span.num_pages])
+            row = seq.row if span.is_state else None
+            due.append(Chunk(seq.seq_id, seq.epoch, index, pages, chunk.host_id, row, is_near=span.is_near))
     return due
 
 
@@ -122,7 +130,7 @@ def dispatch_parks(books: Books, turn: Turn) -> None:
     """Send park chunks, those that left first before others. What is staged is free at once, what is held when it lands."""
     for seq, chunk in due(books.to_park, turn):
         if seq.image[chunk.index].is_sent:  # by another sequence with the same pages
-            books.pages.give_back(seq.seq_id, chunk.pages)
+            books.ledger(chunk).give_back(seq.seq_id, chunk.pages)
             go_on(books, seq)
             continue
         turn.park.append(chunk)
@@ -130,7 +138,7 @@ def dispatch_parks(books: Books, turn: Turn) -> None:
         if books.config.hold:
             flight.pages, flight.row = chunk.pages, chunk.row
         else:
-            books.pages.give_back(seq.seq_id, chunk.pages)
+            books.ledger(chunk).give_back(seq.seq_id, chunk.pages)
             books.free_row(chunk.row)
 
 
@@ -166,7 +174,7 @@ def land(books: Books, chunk: Chunk) -> None:
     flight = books.flights.pop((chunk.seq_id, chunk.epoch, chunk.index), None)
     if flight is None:
         return  # reported before
-    books.pages.give_back(chunk.seq_id, flight.pages)
+    books.ledger(chunk).give_back(chunk.seq_id, flight.pages)
     books.free_row(flight.row)
     books.host.land(flight.image_chunk)
     for seq in waiting_for(books, flight):
@@ -222,17 +230,19 @@ def give_back(books: Books, seq: Sequence) -> None:
 def _give_back_pages(books: Books, seq: Sequence) -> list[int]:
     """Returns its row, if a copy in flight may still write its state there."""
     in_flight: set[int] = set()
+    near: set[int] = set()
     rows: list[int] = []
     if seq.state is State.RESTORING:
         for index in seq.copies_left - {chunk.index for chunk in seq.copies_due}:
             flight = books.flights[seq.seq_id, seq.epoch, index]
             flight.pages, flight.row = flight.chunk.pages, flight.chunk.row
-            books.pages.leave(seq.seq_id, flight.pages)
-            in_flight.update(flight.pages)
+            books.ledger(flight.chunk).leave(seq.seq_id, flight.pages)
+            (near if flight.chunk.is_near else in_flight).update(flight.pages)
             rows += [] if flight.row is None else [flight.row]
     elif seq.state is State.PARKING:
         for chunk in seq.copies_due:
-            books.pages.give_back(seq.seq_id, chunk.pages)
+            books.ledger(chunk).give_back(seq.seq_id, chunk.pages)
             books.free_row(chunk.row)
+    leave_near(books, seq, near)
     books.pages.give_back(seq.seq_id, [page for page in seq.held_pages if page not in in_flight])
     return rows

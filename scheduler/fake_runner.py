@@ -59,7 +59,9 @@ class FakeRunner:
         self.num_staging = num_staging
         self.time = 0
         self.pool: Pages = [[None] * config.page_size for _ in range(config.num_pages + 1)]
+        self.near: Pages = [[None] * config.page_size for _ in range(config.near_pages + 1)]  # of layers with a window, where apart
         self.tables: list[list[int]] = [[] for _ in range(config.rows)]
+        self.near_tables: list[list[int]] = [[] for _ in range(config.rows)]
         self.slots: list[Slot] = [None] * config.rows
         self.kept: list[tuple[Hashable, int] | None] = [None] * config.num_snapshots  # behind which key, after how many tokens
         self.host: dict[int, tuple[Pages, Slot, int]] = {}  # by the number that chunks call it by: what, and bytes
@@ -84,6 +86,8 @@ class FakeRunner:
         return sum(({host_id: num for host_id, (_, _, num) in self.host.items()} | flying).values())
 
     def _num_bytes(self, chunk: Chunk) -> int:
+        if chunk.is_near:
+            return self.config.near_bytes
         return self.config.chunk_bytes if chunk.row is None else self.config.state_bytes
 
     def start(self, seq_id: int, page_keys: tuple[Hashable, ...] = ()) -> None:
@@ -115,7 +119,8 @@ class FakeRunner:
                 copy.cells, copy.slot = self._gather(copy.chunk), self._slot(copy.chunk)
         self.slots, self.kept = [None] * self.config.rows, [None] * self.config.num_snapshots
         self.pool = [[None] * self.config.page_size for _ in self.pool]
-        self.tables = [[] for _ in self.tables]
+        self.near = [[None] * self.config.page_size for _ in self.near]
+        self.tables, self.near_tables = [[] for _ in self.tables], [[] for _ in self.tables]
 
     def drop(self, seq_id: int) -> None:
         """A sequence has ended; its flights land as strays."""
@@ -183,12 +188,15 @@ class FakeRunner:
         return None if chunk.row is None else self.slots[chunk.row]
 
     def _gather(self, chunk: Chunk) -> Pages:
-        return [list(self.pool[page]) for page in chunk.pages]
+        return [list(self._pool(chunk)[page]) for page in chunk.pages]
+
+    def _pool(self, chunk: Chunk) -> Pages:
+        return self.near if chunk.is_near else self.pool
 
     def _restore(self, chunk: Chunk) -> None:
         self.epochs[chunk.seq_id] = chunk.epoch
         for page in chunk.pages:
-            self.pool[page] = [None] * self.config.page_size
+            self._pool(chunk)[page] = [None] * self.config.page_size
         if chunk.row is not None:
             self.slots[chunk.row] = None
         cells, slot, _ = self.host[chunk.host_id]
@@ -199,10 +207,10 @@ class FakeRunner:
         if copy.chunk.row is not None:
             self.slots[copy.chunk.row] = copy.slot
         for page, cells in zip(copy.chunk.pages, copy.cells, strict=True):
-            self.pool[page] = list(cells)
+            self._pool(copy.chunk)[page] = list(cells)
 
     def _update(self, update: TableUpdate) -> None:
-        table = self.tables[update.row]
+        table = (self.near_tables if update.is_near else self.tables)[update.row]
         assert update.first <= len(table), f"{update} leaves a hole after {len(table)} entries"
         table[update.first :] = update.pages
 
@@ -235,6 +243,10 @@ class FakeRunner:
         assert chunk.is_last and not chunk.is_replay and not self.written[fork.seq_id], f"{fork} begins in the midst of something"
         assert not self._is_touched(fork.page), f"{fork} writes a page that a copy in flight may touch"
         self.pool[fork.page] = list(self.pool[fork.source])
+        if fork.near is not None:
+            source, page = fork.near
+            assert not self._is_touched(page, is_near=True), f"{fork} writes a page that a copy in flight may touch"
+            self.near[page] = list(self.near[source])
         end = chunk.start + chunk.length
         self.written[fork.seq_id] = list(self.written[chunk.seq_id])
         self.num_written[fork.seq_id] = end
@@ -269,6 +281,9 @@ class FakeRunner:
         for position, cell in enumerate(cells):
             is_right = position < self._first_seen(start) or cell == (self._key(seq_id, position), position, 0, 0)
             assert is_right, f"sequence {seq_id} finds {cell} at {position}"
+        for position, cell in enumerate(self._near_cells(row)[:start]):
+            is_right = position < self._first_near(start) or cell == (self._key(seq_id, position), position, 0, 0)
+            assert is_right, f"sequence {seq_id} finds {cell} at {position} near its next token"
         if self.config.state_bytes:
             expected = (seq_id, self.num_lost[seq_id], start)
             assert self.slots[row] == expected, f"the state in row {row} is {self.slots[row]}, not {expected}"
@@ -318,10 +333,15 @@ class FakeRunner:
         page, cell = divmod(position, self.config.page_size)
         assert not self._is_touched(self.tables[row][page]), f"sequence {seq_id} writes a page that a copy in flight may touch"
         self.pool[self.tables[row][page]][cell] = content
+        if self.config.near_pages:
+            near = self.near_tables[row][page]
+            assert not self._is_touched(near, is_near=True), f"sequence {seq_id} writes a page that a copy in flight may touch"
+            self.near[near][cell] = content
 
-    def _is_touched(self, page: int) -> bool:
+    def _is_touched(self, page: int, *, is_near: bool = False) -> bool:
         """Whether a copy in flight reads the page later, or has yet to fill it."""
-        return any(page in copy.chunk.pages for copy in self.flights if not copy.is_park or copy.cells is None)
+        touching = [copy.chunk for copy in self.flights if not copy.is_park or copy.cells is None]
+        return any(page in chunk.pages for chunk in touching if chunk.is_near == is_near)
 
     def _read(self, seq_id: int, row: int, start: int, num_cells: int) -> None:
         """What the tokens from cell `start` on see."""
@@ -331,6 +351,16 @@ class FakeRunner:
         cells = [cell for page in self.tables[row] for cell in self.pool[page]][first:num_cells]
         expected = self.written[seq_id][first:]
         assert cells == expected, f"sequence {seq_id} in row {row} reads {cells}, not {expected}"
+        if self.config.near_pages:
+            first = self._first_near(start)
+            cells, expected = self._near_cells(row)[first:num_cells], self.written[seq_id][first:]
+            assert cells == expected, f"sequence {seq_id} in row {row} reads {cells} near its token, not {expected}"
+
+    def _near_cells(self, row: int) -> list[Cell]:
+        return [cell for page in self.near_tables[row] for cell in self.near[page]]
+
+    def _first_near(self, position: int) -> int:
+        return max(0, position - (self.config.near_window or 0) + 1)
 
     def _first_seen(self, position: int) -> int:
         """The first cell that the token in some cell sees."""

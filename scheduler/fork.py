@@ -11,7 +11,7 @@ The pages are held from the plan on, so that nothing can take them away, also if
 """
 
 from jaxkv.scheduler.books import Books, Turn
-from jaxkv.scheduler.need import gone_pages
+from jaxkv.scheduler.need import gone_pages, near_gone
 from jaxkv.scheduler.plan import Fork, TableUpdate
 from jaxkv.scheduler.prefix import count_found, register_prefix
 from jaxkv.scheduler.sequence import Sequence, State
@@ -28,8 +28,9 @@ def plan_forks(books: Books, turn: Turn, first: Sequence) -> tuple[Fork, ...]:
     num_full = (first.prompt_len - 1) // books.config.page_size
     if first.group is None or len(first.page_keys) < num_full or not first.has_progressed:
         return ()
-    if first.num_gone > gone_pages(books.config, first, num_full * books.config.page_size):  # its chunks begin in the midst of pages
-        return ()
+    num_cells = num_full * books.config.page_size
+    if first.num_gone > gone_pages(books.config, first, num_cells) or first.near_gone > near_gone(books.config, num_cells):
+        return ()  # its chunks begin in the midst of pages
     forks = [plan_fork(books, turn, first, seq, num_full) for seq in books.residents if may_fork(first, seq)]
     return tuple(fork for fork in forks if fork is not None)
 
@@ -48,14 +49,29 @@ def plan_fork(books: Books, turn: Turn, first: Sequence, seq: Sequence, num_full
     blank = seq.pages[seq.num_cells // size :]
     if not blank and not books.pages.num_free:
         return None
+    near_blank = seq.near[seq.num_cells // size :]
+    if books.config.near_pages and not near_blank and not books.near.num_free:
+        return None
     page = blank[-1] if blank else books.pages.take(seq.seq_id, 1)[0]
     books.pages.give_back(seq.seq_id, [other for other in seq.held_pages if other != page])
     books.pages.hold_beside(seq.seq_id, first.pages[first.num_gone : num_full])
     seq.pages, seq.num_gone = [*first.pages[:num_full], page], first.num_gone
     count_found(books, seq, num_full * size - seq.num_cells)
     turn.tables.append(TableUpdate(seq.row, 0, tuple(seq.pages)))
-    fork = books.forks[seq.seq_id] = Fork(seq.seq_id, seq.row, first.pages[num_full], page)
+    near = fork_near(books, turn, first, seq, num_full, near_blank) if books.config.near_pages else None
+    fork = books.forks[seq.seq_id] = Fork(seq.seq_id, seq.row, first.pages[num_full], page, near)
     return fork
+
+
+def fork_near(books: Books, turn: Turn, first: Sequence, seq: Sequence, num_full: int, blank: list[int]) -> tuple[int, int]:
+    """The same for the pages that layers with a window have for themselves: the one to copy, and the one for the copy."""
+    assert seq.row is not None
+    page = blank[-1] if blank else books.near.take(seq.seq_id, 1)[0]
+    books.near.give_back(seq.seq_id, [other for other in seq.near[seq.near_gone :] if other != page])
+    books.near.hold_beside(seq.seq_id, first.near[first.near_gone : num_full])
+    seq.near, seq.near_gone = [*first.near[:num_full], page], first.near_gone
+    turn.tables.append(TableUpdate(seq.row, 0, tuple(seq.near), is_near=True))
+    return first.near[num_full], page
 
 
 def begin_decoding(books: Books, fork: Fork) -> Sequence | None:

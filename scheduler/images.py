@@ -20,6 +20,7 @@ class Span(NamedTuple):
     num_pages: int
     key: Hashable | None
     is_lasting: bool
+    is_near: bool = False  # of the pages that layers with a window have for themselves
 
     @property
     def is_state(self) -> bool:
@@ -29,6 +30,11 @@ class Span(NamedTuple):
 def state_span(num_pages: int) -> Span:
     """The state of a sequence with so many pages, behind them all."""
     return Span(num_pages, 0, None, False)
+
+
+def near_spans(num_pages: int, chunk_pages: int, num_gone: int) -> list[Span]:
+    """Spans of the pages that layers with a window have for themselves: copied anew each time, since they are few and gone before long."""
+    return [span._replace(key=None, is_lasting=False, is_near=True) for span in cut(num_pages, 0, chunk_pages, (), num_gone)]
 
 
 def cut(num_pages: int, num_full: int, chunk_pages: int, page_keys: tuple[Hashable, ...] = (), num_gone: int = 0) -> list[Span]:
@@ -76,6 +82,7 @@ class HostLedger:
         budget: int | None,
         chunk_bytes: int,
         state_bytes: int = 0,
+        near_bytes: int = 0,
         *,
         keep: bool = True,
         on_drop: Callable[[int], None] = lambda host_id: None,
@@ -84,6 +91,7 @@ class HostLedger:
         self.budget = budget
         self.chunk_bytes = chunk_bytes  # of a chunk of pages
         self.state_bytes = state_bytes  # of one that is a state
+        self.near_bytes = near_bytes  # of one of pages of layers with a window
         self.held = 0  # bytes of all chunks
         self.keeps = keep
         self.peak = 0
@@ -96,12 +104,12 @@ class HostLedger:
 
     @property
     def in_use(self) -> int:
-        """Bytes that cannot be had by dropping what is spare, of which no state ever is."""
+        """Bytes that cannot be had by dropping what is spare, of which no state ever is, nor pages of layers with a window."""
         return self.held - len(self.spare) * self.chunk_bytes
 
     def size(self, spans: Iterable[Span]) -> int:
         """Host bytes of an image of these spans, padding included."""
-        return sum(self.state_bytes if span.is_state else self.chunk_bytes for span in spans)
+        return sum(self.state_bytes if span.is_state else self.near_bytes if span.is_near else self.chunk_bytes for span in spans)
 
     def added(self, spans: Iterable[Span], kept: Kept) -> int:
         """Bytes that an image of these spans would add to those in use."""
@@ -178,7 +186,7 @@ class HostLedger:
         self._settle(chunk)
 
     def _find(self, span: Span, kept: Kept) -> ImageChunk | None:
-        if span.is_state:
+        if span.is_state or span.is_near:
             return None
         chunk = kept.get(span.first) if span.key is None else self._by_key.get(span.key)
         is_good = chunk is not None and chunk.span[:3] == span[:3] and not chunk.is_gone and not chunk.is_spoiled

@@ -184,6 +184,30 @@ def gate_pages(config: SchedulerConfig, seq: Sequence, margin: int) -> int:
     return most_pages(config, seq.prompt_len if seq.prompt_left or seq.replay_to else 0, num_cells)
 
 
+def near_gone(config: SchedulerConfig, num_cells: int) -> int:
+    """Of the pages of its first so many cells those that the layers with a window need not keep, where these have their own."""
+    if config.near_window is None or not config.near_pages:
+        return 0
+    return max(0, num_cells - config.near_window + 1) // config.page_size
+
+
+def near_most(config: SchedulerConfig) -> int:
+    """Pages of its own that a row holds at once, at most, in the layers with a window: those of the window, of a chunk, and one."""
+    return pages_for((config.near_window or 0) + config.prefill_chunk, config.page_size) + 1
+
+
+def near_lacking(config: SchedulerConfig, seq: Sequence) -> int:
+    """Pages that the layers with a window lack for its next step."""
+    if not config.near_pages:
+        return 0
+    return max(0, pages_for(step_cells(config, seq, seq.num_cells), config.page_size) - len(seq.near))
+
+
+def has_near_cell(config: SchedulerConfig, seq: Sequence) -> bool:
+    """The quick question, as `has_next_cell`."""
+    return not config.near_pages or seq.num_cells < len(seq.near) * config.page_size
+
+
 def missing_pages(config: SchedulerConfig, seq: Sequence, margin: int = 0) -> int:
     """Pages it lacks for its next step."""
     num = step_pages(config, seq, margin) - len(seq.pages)

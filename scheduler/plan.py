@@ -24,6 +24,9 @@ class SchedulerConfig:
     prefill_chunk: int  # tokens
     max_len: int  # longest sequence in tokens, prompt and answer together
     window: int | None = None  # tokens that a token sees, itself included, in the layer that sees most; None: all
+    near_window: int | None = None  # the same of the layers with a window, where others see all; None: they have no pages of their own
+    near_pages: int = 0  # pages of theirs, as many as all rows can hold at once
+    near_bytes: int = 0  # host bytes of a chunk of them
     prefill_burst: int = 16  # chunks in a row while all who would decode are patient; 1: a token after every chunk
     chunk_pages: int = 16  # pages moved by one transfer chunk
     chunk_bytes: int = 0  # host bytes one chunk occupies, padding included
@@ -73,6 +76,7 @@ class Chunk:
     pages: tuple[int, ...]
     host_id: int  # written once, by a park, before any restore reads it; free again when the scheduler says so
     row: int | None = None  # whose slot holds the state; None for pages
+    is_near: bool = False  # pages of the layers with a window, where these have their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ class TableUpdate:
     row: int
     first: int
     pages: tuple[int, ...]
+    is_near: bool = False  # of the table for the layers with a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ class Fork(NamedTuple):
     row: int
     source: int
     page: int
+    near: tuple[int, int] | None = None  # the same two of the layers with a window, where these have their own pages
 
 
 class Fetch(NamedTuple):

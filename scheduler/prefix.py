@@ -8,11 +8,12 @@ Where no layer sees further than a window, the pages of that window are all it t
 Where there are states, it takes one that was kept just there (snapshots.py), and a model of states alone has keys and no pages.
 """
 
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import NamedTuple
 
 from jaxkv.scheduler.books import Books, Turn
-from jaxkv.scheduler.need import gate_cells, gone_pages, is_windowed
+from jaxkv.scheduler.ledger import PageLedger
+from jaxkv.scheduler.need import gate_cells, gone_pages, is_windowed, near_gone
 from jaxkv.scheduler.plan import NO_PAGE, Fetch, TableUpdate
 from jaxkv.scheduler.replay import go_on_if_whole
 from jaxkv.scheduler.sequence import Sequence
@@ -27,6 +28,7 @@ class Found(NamedTuple):
     pages: list[int]
     end: int
     key: Hashable | None = None
+    near: tuple[int, ...] = ()  # of the layers with a window, where these have pages of their own: the last ones before `end`
 
     @property
     def is_any(self) -> bool:
@@ -49,7 +51,10 @@ def find_prefix(books: Books, seq: Sequence) -> Found:
     if is_windowed(books.config, seq):
         return find_window(books, seq)
     found = books.pages.find(seq.page_keys[held:])
-    return Found(held, found, held + len(found))
+    end, near = held + len(found), list[int]()
+    if books.config.near_pages:
+        end, near = find_seen(books.near, seq, held, end, lambda end: near_gone(books.config, end * books.config.page_size))
+    return Found(held, found[: end - held], end, near=tuple(near))
 
 
 def find_state(books: Books, seq: Sequence) -> Found:
@@ -68,20 +73,25 @@ def find_state(books: Books, seq: Sequence) -> Found:
 
 
 def find_window(books: Books, seq: Sequence) -> Found:
-    """The longest beginning of its prompt of which all is there that its next token sees.
+    """The longest beginning of its prompt of which all is there that its next token sees."""
+    size, held = books.config.page_size, seq.num_cells // books.config.page_size
+    end, found = find_seen(books.pages, seq, held, len(seq.page_keys), lambda end: gone_pages(books.config, seq, end * size))
+    return Found(end - len(found), found, end)
+
+
+def find_seen(ledger: PageLedger, seq: Sequence, held: int, end: int, gone: Callable[[int], int]) -> tuple[int, list[int]]:
+    """The longest beginning of at most `end` pages before whose end all are there that the next token sees, from `gone(end)` on; and these.
 
     A page that is missing rules out all beginnings whose window it is in, so that a search where nothing is there looks at one page of each
     window. Page size 2, window 5, 9 keys: for 18 cells pages 7 and 8 must be there; without 7, for 14 cells 5 and 6; ...
     """
-    size, held = books.config.page_size, seq.num_cells // books.config.page_size
-    end = len(seq.page_keys)
     while end > held:
-        first = gone_pages(books.config, seq, end * size)
-        found = books.pages.find(seq.page_keys[first:end])
+        first = gone(end)
+        found = ledger.find(seq.page_keys[first:end])
         if len(found) == end - first:
-            return Found(first, found, end)
+            return end, found
         end = first + len(found)
-    return Found(held, [], held)
+    return held, []
 
 
 def num_in_use(books: Books, seq: Sequence, but_by: Collection[int] = ()) -> int:
@@ -124,7 +134,7 @@ def share_prefix(books: Books, turn: Turn, seq: Sequence) -> int | None:
     Example with pages of 16 and chunks of 64: it holds 4 blank pages for its first chunk, and 2 are found. They replace the first two, its
     chunk starts at token 32, and of the pages 2 .. 5 that it needs it has two.
     """
-    first, found, end, key = prefix = find_prefix(books, seq)
+    first, found, end, key, near = prefix = find_prefix(books, seq)
     if not prefix.is_any:
         return None
     if seq.image:
@@ -138,10 +148,24 @@ def share_prefix(books: Books, turn: Turn, seq: Sequence) -> int | None:
         books.pages.share(seq.seq_id, found[start - first :])
         seq.pages[:end] = [NO_PAGE] * gone + seq.pages[gone:start] + found[start - first :]
         seq.num_gone = gone
+    if near:
+        share_near(books, turn, seq, had, end, near)
     if key is not None:
         fetch_snapshot(books, turn, seq, key)
     count_found(books, seq, end * books.config.page_size - seq.num_cells)
     return had
+
+
+def share_near(books: Books, turn: Turn, seq: Sequence, had: int, end: int, near: tuple[int, ...]) -> None:
+    """The same for the pages that layers with a window have for themselves; it had found `had` pages before."""
+    gone = end - len(near)
+    start = max(gone, had)
+    books.near.give_back(seq.seq_id, seq.near[seq.near_gone : gone] + seq.near[max(had, gone) : end])
+    books.near.share(seq.seq_id, near[start - gone :])
+    seq.near[:end] = [NO_PAGE] * gone + seq.near[gone:start] + list(near[start - gone :])
+    seq.near_gone = gone
+    if seq.pages and seq.row is not None:
+        turn.tables.append(TableUpdate(seq.row, 0, tuple(seq.near), is_near=True))
 
 
 def fetch_snapshot(books: Books, turn: Turn, seq: Sequence, key: Hashable) -> None:
@@ -176,3 +200,5 @@ def register_prefix(books: Books, seq: Sequence, num_before: int) -> None:
         return
     for index in range(max(num_before // size, seq.num_gone), min(seq.num_cells // size, len(seq.page_keys))):
         books.pages.register(seq.pages[index], seq.page_keys[index], is_kept=is_kept)
+        if seq.near_gone <= index < len(seq.near):
+            books.near.register(seq.near[index], seq.page_keys[index], is_kept=is_kept)

@@ -33,6 +33,7 @@ def recover(books: Books, flying: Iterable[Chunk], generated: Mapping[int, int],
         if seq.seq_id not in stays and (seq.state is not State.WAITING or seq.row is not None):
             drop_everything(books, seq, now)
         seq.row, seq.pages, seq.kept = None, [], {}
+        seq.near, seq.near_gone = [], 0
         seq.copies_due.clear()
     books.forks.clear()
     books.snapshots = SnapshotLedger(books.snapshots.num_slots)
@@ -79,7 +80,8 @@ def restart_flights(books: Books, flights: dict[tuple[int, int, int], Flight]) -
     for flight in flights.values():
         is_touched = books.config.hold or not flight.is_park
         flight.pages, flight.row = (flight.chunk.pages, flight.chunk.row) if is_touched else ((), None)
-    books.pages.restart((flight.chunk.seq_id, flight.pages) for flight in flights.values())
+    for ledger in (books.pages, books.near):
+        ledger.restart((flight.chunk.seq_id, flight.pages) for flight in flights.values() if books.ledger(flight.chunk) is ledger)
     books.to_park.clear()
     books.to_restore.clear()
 

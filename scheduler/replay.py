@@ -39,7 +39,7 @@ def drop(books: Books, seq: Sequence, now: float) -> None:
     give_back(books, seq)
     for flight in books.flights.values():
         for page in flight.pages if flight.chunk.seq_id == seq.seq_id else ():
-            books.pages.forget_key(page)  # it holds them until the copy lands, so it cannot share them when it is back before
+            books.ledger(flight.chunk).forget_key(page)  # it holds them until the copy lands, so it cannot share them before
     forget_cells(seq, seq.made_cells)
     seq.state = State.PARKED
     if not was_away:

@@ -9,6 +9,7 @@ from itertools import chain, islice
 
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.copies import dispatch_restores, start_restore
+from jaxkv.scheduler.near import enter_near, has_room_near
 from jaxkv.scheduler.need import entry_pages, gate_pages, is_windowed
 from jaxkv.scheduler.plan import NO_PAGE, Note, TableUpdate
 from jaxkv.scheduler.policies import RETURNS, Applicant
@@ -92,7 +93,7 @@ def applicant(books: Books, turn: Turn, seq: Sequence, spare: int) -> Applicant:
     num_pages = gate_pages(books.config, seq, gate_margin(books) if books.residents else 0)
     if num_pages > spare:
         num_pages -= num_spared(books, seq)
-    is_ready = seq.state is not State.PARKING and (turn.chunks_left > 0 or not seq.image)
+    is_ready = seq.state is not State.PARKING and (turn.chunks_left > 0 or not seq.image) and has_room_near(books)
     since = seq.added_at if seq.parked_since is None else seq.parked_since
     return Applicant(
         seq.seq_id, seq.whole_cells, num_pages, seq.order, seq.num_parks, seq.priority, seq.num_left, turn.now - since,
@@ -111,6 +112,7 @@ def enter(books: Books, turn: Turn, seq: Sequence) -> None:
     seq.pages += books.pages.take(seq.seq_id, entry_pages(books.config, seq) - num_shared)
     seq.entered_at, seq.has_way = turn.now, False
     turn.tables.append(TableUpdate(row, 0, tuple(seq.pages)))
+    enter_near(books, turn, seq)
     num_bytes = books.host.size(chunk.span for chunk in seq.image)
     turn.notes.append(Note(kind, seq.seq_id, "", seq.whole_cells, seq.num_held, num_bytes))
     if kind == "admit":

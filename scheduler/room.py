@@ -149,7 +149,7 @@ def refuse(books: Books, turn: Turn, seq: Sequence) -> None:
 
 def replay_one_if_stuck(books: Books, turn: Turn) -> bool:
     """Nobody runs, nothing moves and no image fits the budget: the smallest of the least urgent is dropped, so that others go on."""
-    is_moving = turn.decode or turn.prefill or books.flights or books.pages.num_leaving
+    is_moving = turn.decode or turn.prefill or books.flights or books.pages.num_leaving or books.near.num_leaving
     if is_moving or not books.residents or any(seq.state is State.RESTORING or can_shift(books, seq) for seq in books.residents):
         return False
     others = [seq for seq in books.residents if seq is not books.leader]

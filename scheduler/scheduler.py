@@ -14,6 +14,7 @@ from jaxkv.scheduler.config import validate
 from jaxkv.scheduler.copies import dispatch_parks, end, spoil
 from jaxkv.scheduler.drafts import lend, take_back
 from jaxkv.scheduler.forced import hold, park_forced, release
+from jaxkv.scheduler.near import drop_near
 from jaxkv.scheduler.need import answer_limit, check_keys_fit
 from jaxkv.scheduler.plan import Chunk, ContextShift, Outcome, Plan, SchedulerConfig
 from jaxkv.scheduler.prefix import share_first
@@ -175,6 +176,7 @@ class Scheduler:
         books.forks.clear()
         take_back(books)
         drop_unseen(books, turn)
+        drop_near(books)
         shift_contexts(books, turn)
         share_first(books, turn)
         park_forced(books, turn)

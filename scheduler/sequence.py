@@ -79,6 +79,8 @@ class Sequence:
     row: int | None = None
     pages: list[int] = field(default_factory=list)  # held by a resident, in logical order; 0 for those that are gone
     num_gone: int = 0  # of its first pages, those that fell out of the window: neither its pages nor its image have them
+    near: list[int] = field(default_factory=list)  # the same of the layers with a window, where these have their own pages
+    near_gone: int = 0  # of its first ones, those that a resident has given back
     num_cells: int = 0  # tokens whose keys and values are in its pages or its image
     num_cached: int = 0  # of these, prompt tokens that were found in the pool
     num_generated: int = 0

@@ -42,6 +42,8 @@ def whole_pages(config: SchedulerConfig, context_len: int | None, n_keep: int, n
 def check_shift(config: SchedulerConfig, shift: ContextShift) -> None:
     """Raise BadShift unless the context fits the model and the empty pool, and there is a page to drop in it."""
     size, length = config.page_size, shift.context_len
+    if config.near_pages:
+        raise BadShift("context_shift", "got true, but the layers with a window keep no more than that here, and a shift may need more")
     if not 1 <= length <= config.max_len:
         raise BadShift("context_len", f"got {length}, allowed: 1 to {config.max_len}, which is model.max_len")
     if pages_for(length, size) > config.num_pages:

@@ -19,6 +19,7 @@ def scheduler_config(
     hold: bool,
     state_bytes: int = 0,
     window: int | None = None,
+    near: tuple[int | None, int, int] = (None, 0, 0),
 ) -> SchedulerConfig:
     """Integers and names only: what the configuration says, and what only the caller knows."""
     s = config.scheduler
@@ -31,6 +32,9 @@ def scheduler_config(
         prefill_burst=s.prefill_burst,
         max_len=max_len,
         window=window,
+        near_window=near[0],
+        near_pages=near[1],
+        near_bytes=near[2],
         chunk_pages=config.transfer.chunk_pages,
         chunk_bytes=chunk_bytes,
         state_bytes=state_bytes,

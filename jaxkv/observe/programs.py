@@ -85,7 +85,7 @@ def list_programs(config: Config) -> ProgramList:
     device = mesh.devices.flat[0]
     dtype, shapes = choose_dtype(config.model.dtype, device.platform, info), choose_shapes(config, info.config)
     small = inspect_small(config, info.config)
-    layout = sized(config, plan_layout(config, spread(info.config, mesh.size), shapes, dtype, device.platform), shapes, mesh)
+    layout = sized(config, info.config, plan_layout(config, spread(info.config, mesh.size), shapes, dtype, device.platform), shapes, mesh)
     weight_dtype = choose_weight_dtype(config, info)
     model: Any = weightless_model(spread(info.config, mesh.size), dtype, mesh, weight_dtype)
     if config.speculate.kind == "mtp" and info.draft_config is not None:
@@ -115,12 +115,12 @@ def weightless_model(config: ModelConfig, dtype: str, mesh: jax.sharding.Mesh, w
     return nnx.merge(graph, nnx.from_flat_state([(keys[path], variable.replace(wanted[path])) for path, variable in variables.items()]))
 
 
-def sized(config: Config, layout: PoolLayout, shapes: Shapes, mesh: jax.sharding.Mesh) -> PoolLayout:
+def sized(config: Config, model: ModelConfig, layout: PoolLayout, shapes: Shapes, mesh: jax.sharding.Mesh) -> PoolLayout:
     """The pool's layout after the engine's own checks."""
     check_staging(config, layout)
     if config.pool.tokens is not None and layout.num_layers:
         check_pool(config, shapes)
-    return size_pool(config, layout, shapes, mesh)
+    return size_pool(config, model, layout, shapes, mesh)
 
 
 def measure(name: str, recipe: Recipe, mesh: jax.sharding.Mesh) -> ProgramFacts:

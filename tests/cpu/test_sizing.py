@@ -208,3 +208,20 @@ def test_where_every_layer_has_a_window_a_long_sequence_takes_no_more_than_that(
     kept = planned("mamba-130m-hf", pool__state_snapshots=8, scheduler__rows=4, model__dtype="bfloat16")
     plain = planned("mamba-130m-hf", scheduler__rows=4, model__dtype="bfloat16")
     assert (kept.bytes_per_device or 0) - (plain.bytes_per_device or 0) == 8 * 2_580_480
+
+
+def test_layers_with_a_window_beside_others_take_pages_for_all_rows_and_no_more():
+    fields = {"model__path": str(FIXTURES / "gemma3"), "pool__tokens": 256}
+    plan = outline(tiny.config(**fields))
+    found = measure(tiny.config(**fields), plan.info.config, "cpu", None, 16.0, 100)
+    page = plan.layout.page_bytes  # of one layer of four
+    assert (plan.layout.near, plan.layout.near_pages, found.kv_bytes_per_token * 4) == ((0, 1, 2), 28, 4 * page)
+    assert (found.pool_tokens, found.pool_bytes) == (256, plan.layout.num_bytes) == (256, 65 * page + 29 * 3 * page)
+    assert found.image_bytes == 7 * 4 * page + 2 * 4 * 3 * page  # 25 pages in chunks of 4; of the others pages 21 to 24
+    shifting = measure(tiny.config(**fields, request__context_shift=True), plan.info.config, "cpu", None, 16.0, 100)
+    assert (shifting.pool_bytes, shifting.image_bytes) == (65 * 4 * page, 7 * 4 * 4 * page)
+    memory = 4 * GIB
+    ample = planned("gemma-3-270m-it", memory, model__dtype="bfloat16", model__max_len=32_768, scheduler__rows=8)
+    near, free = 8 * 37 * 16, memory - 2 * 268_098_176
+    assert ample.pool_bytes == (ample.pool_tokens + 16) * 3_072 + (near + 16) * 15_360
+    assert ample.pool_tokens == 8 * 32_768 and free * 0.8 > ample.pool_bytes

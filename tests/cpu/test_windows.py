@@ -134,4 +134,4 @@ def test_where_the_memory_decides_the_pool_is_no_larger_than_all_rows_can_fill()
     plan = outline(config)
     shapes = Shapes(plan.shapes.rows, plan.shapes.chunk, 128, plan.shapes.vocab_size, plan.shapes.transfer_pages)
     layout = plan_layout(config, plan.info.config, shapes, "float32", "cpu")
-    assert size_pool(config, layout, shapes, checkpoints.one_device()).num_tokens == 4 * 28
+    assert size_pool(config, plan.info.config, layout, shapes, checkpoints.one_device()).num_tokens == 4 * 28

@@ -63,15 +63,22 @@ def with_window(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
     return replace(config, window=rng.choice([1, 2, 3, 5, 8, 13]), num_pages=rng.randint(3, 16), max_len=rng.choice([12, 40, 60]))
 
 
+def with_near(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
+    """The same for a model some of whose layers see a window only, and have pages of their own."""
+    window = rng.choice([1, 2, 3, 5, 8, 13])
+    most = -(-(window + config.prefill_chunk) // config.page_size) + 1
+    return replace(config, near_window=window, near_pages=config.rows * most, near_bytes=7)
+
+
 def random_loop(
-    rng: random.Random, *, states: bool = False, windows: bool = False, num_draft: int = 0, overlap: bool | None = None
+    rng: random.Random, *, states: bool = False, windows: bool = False, near: bool = False, num_draft: int = 0, overlap: bool | None = None
 ) -> WatchedLoop:
     """A loop whose copies land early, late or out of order, and whose guesses come true or not."""
     burst = random.Random(f"burst {rng.getstate()}").choice([1, 2, 3, 16])  # leaves the other draws as they are
     luck = random.Random(f"luck {rng.getstate()}")
     config = replace(random_config(rng), prefill_burst=burst, num_draft=num_draft)
     config = with_states(rng, config) if states else config
-    config = with_window(rng, config) if windows else config
+    config = with_window(rng, config) if windows else with_near(rng, config) if near else config
     max_delay = rng.choice([0, 0, 1, 3] if config.park_every else [0, 0, 1, 3, 12])
 
     def delay(chunk: Chunk) -> int:
@@ -112,6 +119,8 @@ class Crowd:
         self.shift_rate = rng.choice([0, 0, 0.2, 0.8])
         if job.scheduler.config.state_bytes:
             self.shares, self.shift_rate = self.shares and job.scheduler.config.num_snapshots > 0, 0
+        if job.scheduler.config.near_pages:
+            self.shift_rate = 0
 
     @property
     def num_added(self) -> int:
@@ -151,11 +160,13 @@ class Crowd:
         return self.rng.choice(live) if live and self.rng.random() < 0.9 else self.rng.randint(0, self.num_added)
 
 
-def run_seed(seed: int, *, states: bool = False, windows: bool = False, num_draft: int = 0, overlap: bool | None = None) -> WatchedLoop:
+def run_seed(
+    seed: int, *, states: bool = False, windows: bool = False, near: bool = False, num_draft: int = 0, overlap: bool | None = None
+) -> WatchedLoop:
     """One whole run, of a model with states or without, that sees a window only or all, with guesses or without; unless it is told, every
     second one without hears of stops a step late."""
     rng = random.Random(seed)
-    job = random_loop(rng, states=states, windows=windows, num_draft=num_draft, overlap=overlap)
+    job = random_loop(rng, states=states, windows=windows, near=near, num_draft=num_draft, overlap=overlap)
     crowd = Crowd(job, rng)
     events, weights = list(EVENTS), list(EVENTS.values())
     if rng.random() < 0.4:  # an undisturbed one

@@ -54,9 +54,17 @@ def test_random_runs_of_models_with_states_keep_every_promise() -> None:
 
 def test_random_runs_of_models_with_windows_keep_every_promise() -> None:
     totals: Counter[str] = Counter()
-    for seed in range(150):
+    for seed in range(120):
         totals += run_named(seed, windows=True)
     few = {name: totals[name] for name in COUNTED if totals[name] < (2 if name in RARE else 10)}
+    assert not few, f"{few} of {totals}"
+
+
+def test_random_runs_of_models_some_of_whose_layers_have_windows_keep_every_promise() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(100):
+        totals += run_named(seed, near=True)
+    few = {name: totals[name] for name in COUNTED if name != "num_shifts" and totals[name] < (2 if name in RARE else 10)}
     assert not few, f"{few} of {totals}"
 
 
@@ -68,6 +76,7 @@ def test_many_random_runs_keep_every_promise() -> None:
         run_named(seed)
         run_named(seed, states=True)
         run_named(seed, windows=True)
+        run_named(seed, near=True)
 
 
 @pytest.mark.parametrize(
