@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxkv.calibrate import calibrate
 from jaxkv.engine import Engine
+from jaxkv.errors import ConfigError
 from jaxkv.live import Handle, Live
+from jaxkv.observe.programs import list_programs
 from jaxkv.request import Completion, SamplingParams
 from jaxkv.scheduler import Scheduler
 from jaxkv.speculate.speculation import NgramDrafter, Speculation
 from tests.cpu import tiny
 from tests.cpu.test_engine_constraints import give_bytes, prompts, speaking, wishes
+from tests.cpu.test_engine_faults import break_once
 
 NUM_DRAFT = 3
 LENGTHS = (5, 20, 8, 33, 13, 40)  # chunk is 8: below, across and at its edges
@@ -253,3 +257,34 @@ print("exact")
 @pytest.mark.parametrize(("name", "kind"), [("llama", "ngram"), ("qwen3_5", "mtp")])
 def test_two_devices_check_guesses_exactly(run_python: Callable[..., str], name: str, kind: str) -> None:
     assert run_python(MESH.format(path=str(tiny.LLAMA.parent / name), kind=kind), devices=2) == "exact\n"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_breaks_off_with_guesses_in_it_is_made_good(made: Engine, expected: list[Completion], late: bool) -> None:
+    prompts, params = requests()
+    reset(made, Oracle(answers_of(expected), at_random))
+    before = made.stats.num_faults
+    break_once(made.parts.programs.decode, "run", after=3, late=late)
+    assert contents(tiny.run(made, prompts, params)) == contents(expected)
+    assert made.stats.num_faults == before + 1
+
+
+def test_the_simulators_costs_are_not_measured_with_guesses(made: Engine) -> None:
+    with pytest.raises(ConfigError) as refused:
+        calibrate(made)
+    assert str(refused.value) == "speculate.kind: got ngram, and the simulator knows one token a step; take none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"speculate__kind": "ngram"}, {"prefill", "verify"}),
+        ({"speculate__kind": "draft", "speculate__draft_path": str(tiny.LLAMA)}, {"prefill", "verify", "draft", "draft_fill"}),
+        ({"speculate__kind": "mtp", "model__path": str(tiny.LLAMA.parent / "qwen3_5")}, {"prefill", "verify"}),
+    ],
+)
+def test_the_list_of_programs_has_the_one_that_checks(fields: dict[str, Any], names: set[str]) -> None:
+    found = {program.name: program for program in list_programs(tiny.config(**fields)).programs}
+    assert found.keys() >= names and "decode" not in found
+    assert "int32[4,4]" in " ".join(shape for argument in found["verify"].arguments for shape in argument.shapes)
