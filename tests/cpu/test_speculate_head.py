@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,17 +75,17 @@ def test_as_many_guesses_come_true_in_every_step_as_recorded(name: str, fields: 
             assert rounds[: len(recorded)] == recorded
 
 
-def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
+def mixed(made: Engine) -> tuple[list[list[int]], list[SamplingParams]]:
     """The requests that are asked everywhere, and two of the prompt at which the head is known to be right."""
     prompts, params = requests()
-    known = reference("qwen3_5")["input_ids_0"].tolist()
+    known = reference(Path(made.config.model.path).name)["input_ids_0"].tolist()
     return [*prompts, known, known], [*params, *[SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (32, 27)]]
 
 
 @pytest.fixture(scope="module")
 def expected(made: Engine) -> list[Any]:
     reset(made, rejects=True)
-    return contents(tiny.alone(made, *mixed()))
+    return contents(tiny.alone(made, *mixed(made)))
 
 
 @pytest.mark.parametrize(
@@ -98,8 +99,8 @@ def expected(made: Engine) -> list[Any]:
 def test_every_request_equals_itself_alone_without_a_guess(made: Engine, expected: list[Any], changes: dict[str, Any]) -> None:
     reset(made, **changes)
     before = made.stats.num_draft_tokens_accepted
-    assert contents(tiny.run(made, *mixed())) == expected
-    assert made.stats.num_draft_tokens_accepted > before + 20 * ("moe" not in str(made.config.model.path))
+    assert contents(tiny.run(made, *mixed(made))) == expected
+    assert made.stats.num_draft_tokens_accepted > before + 5
 
 
 def test_a_park_in_the_midst_of_a_prompt_keeps_what_the_head_has_seen_of_it(made: Engine) -> None:
