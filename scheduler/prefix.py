@@ -142,7 +142,7 @@ def share_prefix(books: Books, turn: Turn, seq: Sequence) -> int | None:
         seq.pages = [NO_PAGE] * first + found
         return 0
     had, gone = seq.num_cells // books.config.page_size, gone_pages(books.config, seq, end * books.config.page_size)
-    if found:
+    if found or gone > seq.num_gone:  # a window of one token is no page at all
         start = max(first, had)
         books.pages.give_back(seq.seq_id, seq.pages[seq.num_gone : gone] + seq.pages[max(had, gone) : end])
         books.pages.share(seq.seq_id, found[start - first :])

@@ -48,6 +48,13 @@ def test_a_state_is_of_no_use_where_a_page_before_it_is_gone() -> None:
     assert found(job, 2, 21, keys("a", 5)) == 0
 
 
+def test_with_a_window_of_one_token_the_kept_state_is_all_it_takes_and_the_pages_before_it_are_gone() -> None:
+    job = loop(num_pages=4, window=1)
+    assert found(job, 0, 45, keys("a", 11)) == 0
+    assert found(job, 1, 45, keys("a", 11)) == 40
+    assert job.scheduler.snapshot().num_pages_free == 4
+
+
 def test_the_one_used_least_recently_goes_first() -> None:
     ledger = SnapshotLedger(2)
     for step, key in enumerate("ab"):
