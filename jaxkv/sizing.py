@@ -18,13 +18,16 @@ from jaxkv.config import Config
 from jaxkv.config.budget import AUTO_MIB, MIB
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
-from jaxkv.models import ModelConfig, inspect_checkpoint, spread, state_bytes
+from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint, spread, state_bytes
+from jaxkv.models.draft_head import draft_config
 from jaxkv.models.families import model_class
 from jaxkv.models.int8 import is_scale
 from jaxkv.models.parameters import abstract_model
 from jaxkv.models.read_config import read_config
+from jaxkv.models.read_recurrent import HYBRIDS
 from jaxkv.models.states import WIDTHS
 from jaxkv.pool import cell_len
+from jaxkv.speculate.small import check_pair
 from jaxkv.windows import image_pages, near_layers, near_pages, sequence_pages
 
 GIB = 2**30
@@ -65,7 +68,10 @@ class Sizing:
 def read_shape(config: Config, shape: Path | None) -> ModelConfig:
     """The numbers of the model: from `shape`, else from config.json in model.path, else from the headers of what is there."""
     if shape is None:
-        path = resolve_model_path(config.model.path, cache_folder(config.run.cache_dir))
+        try:
+            path = resolve_model_path(config.model.path, cache_folder(config.run.cache_dir))
+        except ConfigError as error:
+            raise ConfigError(f"{error}; without it give its config.json: --shape FILE") from None
         if not (path / "config.json").is_file():
             return inspect_checkpoint(path).config
         shape = path / "config.json"
@@ -97,13 +103,18 @@ def measure(
     max_len = min(config.model.max_len or model.max_position, model.max_position)
     length = min(sequence_tokens or max_len, max_len)
     parameters, weights, weights_each = weight_numbers(model, dtype, weight_dtype, num)
+    guesses = guess_numbers(config, model, dtype, weight_dtype, kv_dtype)
+    weights, weights_each = weights + guesses.weight_bytes, weights_each + guesses.weight_bytes_each
+    token, beside = token + guesses.head_token_bytes, guesses.small_token_bytes
     rows, page, chunk = config.scheduler.rows, config.pool.page_size, config.transfer.chunk_pages
     each_pages = sequence_pages(model.window, length, config.scheduler.prefill_chunk, page)
     staging = config.transfer.staging_mib * MIB // num
     slots = rows + (config.pool.state_snapshots if config.pool.prefix_cache else 0)
     fixed = weights_each + -(-slots * state // num)
     free = None if memory_bytes is None else memory_bytes - fixed
-    tokens = pool_tokens(config, token, free, rows * sequence_pages(model.window, max_len, config.scheduler.prefill_chunk, page) * page)
+    tokens = pool_tokens(
+        config, token + beside, free, rows * sequence_pages(model.window, max_len, config.scheduler.prefill_chunk, page) * page
+    )
     near, window = near_layers(model)
     apart = near_pages(model, rows, max_len, config.scheduler.prefill_chunk, page, (tokens or 0) // page)
     near_token = (
@@ -112,7 +123,7 @@ def measure(
     far_token, near_bytes = token - near_token, (apart + 1) * page * near_token  # with the trash page
     if near_token and config.pool.tokens is None and free is not None:
         tokens = pool_tokens(config, far_token, free - near_bytes // num, rows * -(-max_len // page) * page)
-    pool = None if tokens is None else (tokens + page) * far_token + near_bytes
+    pool = None if tokens is None else (tokens + page) * (far_token + beside) + near_bytes
     image = (
         chunk * page * (chunks(model.window, length, page, chunk) * far_token + chunks(window, length, page, chunk) * near_token) + state
     )
@@ -143,6 +154,34 @@ def measure(
         park_s=image / (link_gb_per_s * 1e9),
         link_gb_per_s=link_gb_per_s,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What those take who guess (speculate.kind): nothing, a draft head or a small model."""
+
+    weight_bytes: int = 0
+    weight_bytes_each: int = 0  # of these on a device
+    head_token_bytes: int = 0  # of a token, in the pool and in images
+    small_token_bytes: int = 0  # of a token, beside the pool, in no image
+
+
+def guess_numbers(config: Config, model: ModelConfig, dtype: str, weight_dtype: str, kv_dtype: str) -> Guesses:
+    """The figures of the configured kind. The small model is looked at where it is."""
+    kind, path, num = config.speculate.kind, config.speculate.draft_path, config.mesh.tensor
+    if kind == "mtp":
+        if model.model_type not in HYBRIDS:
+            raise ConfigError(f"speculate.kind: got mtp, but {model.model_type} has no draft head; take ngram or none")
+        head = draft_config(model)
+        _, weights, each = weight_numbers(head, dtype, weight_dtype, num)
+        return Guesses(weights, each, head_token_bytes=kv_bytes_per_token(spread(head, num), kv_dtype))
+    if kind == "draft" and path is not None:
+        small = inspect_checkpoint(resolve_model_path(path, cache_folder(config.run.cache_dir))).config
+        check_mesh(small, num)
+        check_pair(small, model)
+        _, weights, each = weight_numbers(small, dtype, dtype, num)
+        return Guesses(weights, each, small_token_bytes=kv_bytes_per_token(spread(small, num), kv_dtype))
+    return Guesses()
 
 
 def chunks(window: int | None, num_tokens: int, page: int, chunk_pages: int) -> int:

@@ -94,7 +94,9 @@ def _spell(arm: Any, metadata: list[Any]) -> str:
 
 
 def yaml_word(value: Any) -> str:
-    """A scalar as YAML would write it, text in quotes left out."""
+    """A value as YAML would write it, text in quotes left out."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(yaml_word, value))}]"
     return str(value)

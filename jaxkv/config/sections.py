@@ -148,6 +148,13 @@ class SpeculateSection(Section):
     draft_path: str | None = Field(default=None, min_length=1, description="a small model with the same tokenizer, as model.path is given")
     num_draft: int = Field(default=3, ge=1, le=16, description="tokens guessed for each row and checked in one decode step")
 
+    @model_validator(mode="after")
+    def _somebody_guesses(self) -> Self:
+        """Refuse to ask a model that is not named."""
+        if self.kind == "draft" and self.draft_path is None:
+            raise ValueError("speculate.draft_path: got null with speculate.kind draft; give a small model with the same tokenizer")
+        return self
+
 
 class MeshSection(Section):
     """How many devices work together."""

@@ -175,11 +175,10 @@ def _run(model: Any, layout: PoolLayout, tokens: Any, positions: Any, pool: Pool
 
 def inspect_small(config: Config, target: ModelConfig) -> CheckpointInfo | None:
     """The small model's headers, where one is asked for; ConfigError for one that cannot guess for the other."""
-    if config.speculate.kind != "draft":
+    path = config.speculate.draft_path
+    if config.speculate.kind != "draft" or path is None:  # the configuration has refused draft without a path
         return None
-    if config.speculate.draft_path is None:
-        raise ConfigError("speculate.draft_path: got null with speculate.kind draft; give a small model with the same tokenizer")
-    info = inspect_checkpoint(resolve_model_path(config.speculate.draft_path, cache_folder(config.run.cache_dir)))
+    info = inspect_checkpoint(resolve_model_path(path, cache_folder(config.run.cache_dir)))
     check_mesh(info.config, config.mesh.tensor)
     check_pair(info.config, target)
     return info

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import jax
 import pytest
+from flax import nnx
 
 from jaxkv.cli.main import main
 from jaxkv.config import load_config
-from jaxkv.models import ModelConfig
+from jaxkv.models import ModelConfig, load_draft_head
 from jaxkv.models.config import Recurrent, Rope
 from jaxkv.models.families import FAMILIES
 from jaxkv.sizing import kv_bytes_per_token, measure, read_shape
@@ -185,8 +187,16 @@ def test_every_configuration_that_comes_with_the_package_can_be_planned(path, ca
         (["--memory-gib", "0"], "--memory-gib: got 0.0, allowed: more than 0"),
         (["--link-gb-s", "-1"], "--link-gb-s: got -1.0, allowed: more than 0"),
         (["--tokens", "0"], "--tokens: got 0, allowed: more than 0"),
+        (
+            ["--shape", str(SHAPES / "smollm2.json"), "--speculate.kind", "mtp"],
+            "speculate.kind: got mtp, but llama has no draft head; take ngram or none",
+        ),
         (["--backend", "npu"], "--backend: got 'npu', allowed: cpu | gpu | tpu"),
-        (["--model.path", "none"], "model.path: there is no file or folder 'none', and no known model of that name (smollm2)"),
+        (
+            ["--model.path", "none"],
+            "model.path: there is no file or folder 'none', and no known model of that name (smollm2); without it give its config.json: "
+            "--shape FILE",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(tmp_path, monkeypatch, capsys, words, message):
@@ -225,3 +235,24 @@ def test_layers_with_a_window_beside_others_take_pages_for_all_rows_and_no_more(
     near, free = 8 * 37 * 16, memory - 2 * 268_098_176
     assert ample.pool_bytes == (ample.pool_tokens + 16) * 3_072 + (near + 16) * 15_360
     assert ample.pool_tokens == 8 * 32_768 and free * 0.8 > ample.pool_bytes
+
+
+def test_a_draft_head_is_counted_with_its_weights_and_a_layer_of_keys_in_pool_and_images():
+    fields = {"model__path": str(FIXTURES / "qwen3_5"), "speculate__kind": "mtp"}
+    plan = outline(tiny.config(**fields))
+    found = measure(tiny.config(**fields), plan.info.config, "cpu", None, 16.0, 1)
+    alone = measure(tiny.config(model__path=str(FIXTURES / "qwen3_5")), plan.info.config, "cpu", None, 16.0, 1)
+    assert found.kv_bytes_per_token * plan.layout.page_size == plan.layout.page_bytes
+    assert (found.pool_bytes, alone.kv_bytes_per_token * 2) == (plan.layout.pages_bytes, found.kv_bytes_per_token)
+    head = load_draft_head(plan.info, dtype="float32", mesh=plan.mesh)
+    assert found.weight_bytes - alone.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(head)))
+    assert found.image_bytes - alone.image_bytes == 4 * 4 * alone.kv_bytes_per_token
+
+
+def test_a_small_model_that_guesses_is_counted_beside_the_pool_and_in_no_image():
+    fields = {"speculate__kind": "draft", "speculate__draft_path": str(tiny.LLAMA)}
+    plan = outline(tiny.config())
+    alone = measure(tiny.config(), plan.info.config, "cpu", None, 16.0, 1)
+    found = measure(tiny.config(**fields), plan.info.config, "cpu", None, 16.0, 1)  # it guesses for itself
+    assert (found.pool_bytes, found.weight_bytes) == (2 * (alone.pool_bytes or 0), 2 * alone.weight_bytes)
+    assert (found.kv_bytes_per_token, found.image_bytes) == (alone.kv_bytes_per_token, alone.image_bytes)

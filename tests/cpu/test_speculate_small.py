@@ -81,7 +81,6 @@ def test_a_model_that_guesses_for_itself_is_right_before_and_after_a_park() -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "speculate.draft_path: got null with speculate.kind draft; give a small model with the same tokenizer"),
         (
             {"speculate__draft_path": str(FIXTURES / "mamba")},
             "speculate.draft_path: mamba keeps states, which are in no page; take a model of attention alone",

@@ -67,6 +67,7 @@ def test_the_help_of_a_command_with_a_configuration_lists_every_field(capsys, na
     out = capsys.readouterr().out
     assert "--scheduler.prefill-chunk  (integer >= 1; default: 64)" in out
     assert "--scheduler.host-budget-mib  (integer >= 0 | auto | null; default: auto)" in out
+    assert "--server.allowed-hosts  (list of text; default: [])" in out and "--workload.priorities  (list of integer; default: [0])" in out
 
 
 @pytest.mark.parametrize(

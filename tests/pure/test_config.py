@@ -136,6 +136,10 @@ def test_a_number_with_an_exponent_is_a_number_in_a_file(tmp_path):
             "the pool holds 48 tokens in whole pages of 16, less than one prompt chunk of 64: "
             "raise pool.tokens or lower scheduler.prefill_chunk",
         ),
+        (
+            ["--speculate.kind", "draft"],
+            "speculate.draft_path: got null with speculate.kind draft; give a small model with the same tokenizer",
+        ),
     ],
 )
 def test_a_wrong_override_is_one_line_with_got_and_allowed(words, message):
