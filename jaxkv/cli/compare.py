@@ -16,8 +16,8 @@ from jaxkv.cli.arguments import parse
 class Args:
     """Pair runs of one seed, repeat and other values; print B over A with its spread. A side is DIR or DIR:field=value,field=value."""
 
-    a: Annotated[Positional[str], arg(help="such as results/policies:scheduler.victim=smallest")]
-    b: Annotated[Positional[str], arg(help="such as results/policies:scheduler.victim=largest")]
+    a: Annotated[Positional[str], arg(metavar="A", help="such as results/policies:scheduler.victim=smallest")]
+    b: Annotated[Positional[str], arg(metavar="B", help="such as results/policies:scheduler.victim=largest")]
     json: Annotated[bool, arg(help="one JSON object instead of the table")] = False
 
 

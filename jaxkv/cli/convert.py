@@ -16,7 +16,7 @@ from jaxkv.interrupt import check_interrupt
 class Args:
     """Write a model's weights as jaxkv keeps them, with its configuration and tokenizer beside them."""
 
-    source: Annotated[Positional[str], arg(help="a model folder, a GGUF file, or a known name such as smollm2")]
+    source: Annotated[Positional[str], arg(metavar="MODEL", help="a model folder, a GGUF file, or a known name such as smollm2")]
     target: Annotated[Positional[Path], arg(help="the folder to write; must not exist yet")]
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], arg(help="what the weights are stored in")] = "float32"
     weight_dtype: Annotated[Literal["auto", "int8"], arg(help="what those of the products are stored in; auto is the same")] = "auto"

@@ -17,8 +17,10 @@ from jaxkv.fetch import KNOWN_MODELS, cache_folder, fetch
 class Args:
     """Download a known model, check it, and keep it in the cache folder. Doing it again is quick."""
 
-    name: Annotated[Positional[str], arg(help=f"one of: {', '.join(KNOWN_MODELS)}")]
-    cache_dir: Annotated[str | None, arg(help="folder to keep it in; default: $JAXKV_CACHE, else the user's cache folder")] = None
+    name: Annotated[Positional[str], arg(metavar="NAME", help=f"one of: {', '.join(KNOWN_MODELS)}")]
+    cache_dir: Annotated[
+        str | None, arg(metavar="DIR", help="folder to keep it in; default: $JAXKV_CACHE, else the user's cache folder")
+    ] = None
 
 
 def run(words: Sequence[str]) -> int:

@@ -22,10 +22,10 @@ class Args:
 
     config: Annotated[Positional[Path], arg(help="a configuration, such as configs/gpu.yaml")]
     shape: Annotated[Path | None, arg(metavar="FILE", help="a model's config.json; default: that of model.path")] = None
-    memory_gib: Annotated[float | None, arg(help="memory of one device; needed where pool.tokens is null")] = None
+    memory_gib: Annotated[float | None, arg(metavar="GIB", help="memory of one device; needed where pool.tokens is null")] = None
     link_gb_s: Annotated[float, arg(help="bandwidth between one device and host memory, in 10^9 bytes a second")] = 16.0
-    tokens: Annotated[int | None, arg(help="length of the sequence that is parked; default: model.max_len")] = None
-    backend: Annotated[str, arg(help="where it is to run: cpu, gpu or tpu; decides what `auto` types are")] = "gpu"
+    tokens: Annotated[int | None, arg(metavar="N", help="length of the sequence that is parked; default: model.max_len")] = None
+    backend: Annotated[str, arg(metavar="NAME", help="where it is to run: cpu, gpu or tpu; decides what `auto` types are")] = "gpu"
     json: Annotated[bool, arg(help="one JSON object instead of the table")] = False
 
 

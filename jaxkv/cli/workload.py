@@ -23,7 +23,7 @@ class Args:
     config: Annotated[Positional[Path], arg(help="a configuration, such as configs/policies.yaml")]
     output: Annotated[Path | None, arg(metavar="FILE", help="a batch file for `jaxkv batch` or any other engine")] = None
     trace: Annotated[Path | None, arg(metavar="FILE", help="a trace: when each comes and how long it is")] = None
-    vocab_size: Annotated[int | None, arg(help="ids of generated prompts are below; default: the model's own")] = None
+    vocab_size: Annotated[int | None, arg(metavar="N", help="ids of generated prompts are below; default: the model's own")] = None
     shard: Annotated[str | None, arg(metavar="I/N", help="every N-th request only, beginning with the I-th, such as 1/4")] = None
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.config.fields import yaml_word
 from jaxkv.config.load import canonical
 from jaxkv.config.workload import SweepSection
 from jaxkv.errors import ConfigError
@@ -51,6 +52,4 @@ def _axes(kind: str, given: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[An
 
 def case_name(values: Mapping[str, Any]) -> str:
     """`victim smallest, resume head`."""
-    return (
-        ", ".join(f"{field.rpartition('.')[2]} {'null' if value is None else value}" for field, value in values.items()) or "as configured"
-    )
+    return ", ".join(f"{field.rpartition('.')[2]} {yaml_word(value)}" for field, value in values.items()) or "as configured"

@@ -1,6 +1,6 @@
 """Which simulations a configuration asks for: every combination of the grid, each with every seed. Runs none of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +36,19 @@ class Case:
 
 def list_cases(config: Config) -> list[Case]:
     """Every combination, checked; ConfigError for what cannot run, before anything does."""
-    base = config.to_dict() | {"sweep": {}}
-    return [make_case(base, values) for values in combinations(config.sweep)]
+    base, found = config.to_dict() | {"sweep": {}}, combinations(config.sweep)
+    check_axes(found[0])
+    return [make_case(base, values) for values in found]
+
+
+def check_axes(names: Iterable[str]) -> None:
+    """ConfigError for a field of which the simulator knows nothing, so that all cases would come out the same."""
+    for name in names:
+        if name == "scheduler.overlap" or name.startswith("speculate."):
+            raise ConfigError(
+                f"sweep: {name} is varied, and the simulator knows nothing of it: all would come out the same; take it out, or ask the "
+                "engine (`jaxkv sweep` without --simulate)"
+            )
 
 
 def make_case(base: Mapping[str, Any], values: dict[str, Any]) -> Case:

@@ -10,7 +10,7 @@ from typing import Any
 from jaxkv.config import Config, load_config
 from jaxkv.config.axes import SEED, case_name, combinations
 from jaxkv.errors import ConfigError
-from jaxkv.simulate.cases import make_case
+from jaxkv.simulate.cases import check_axes, make_case
 from jaxkv.workload.draw import draw
 
 SCHEMA_VERSION = 1  # of everything a sweep writes; rises when a name or a meaning changes
@@ -54,6 +54,8 @@ def list_runs(config: Config, is_simulated: bool) -> list[Run]:
         )
     base = config.to_dict() | {"sweep": {}}
     cases = [(values, load_config(base, values)) for values in combinations(config.sweep)]
+    if is_simulated:
+        check_axes(cases[0][0])
     inputs = {}
     found = []
     for repeat in range(config.sweep.repeats):

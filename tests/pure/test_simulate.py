@@ -331,6 +331,13 @@ def test_processes_change_no_figure():
             "sweep.grid: one field stands twice, with dashes and with underscores",
         ),
         (
+            {"sweep__grid": {"scheduler.overlap": [False, True]}},
+            "sweep: scheduler.overlap is varied, and the simulator knows nothing of it: all would come out the same; take it out, or "
+            "ask the engine (`jaxkv sweep` without --simulate)",
+        ),
+        ({"sweep__zip": {"speculate.kind": ["none", "ngram"]}}, "sweep: speculate.kind is varied, and the simulator knows nothing of it: "),
+        ({"sweep__grid": {"transfer.blocking": [True, True]}}, "sweep: the case blocking true stands twice; take one out"),
+        (
             {"pool__tokens": None},
             "pool.tokens: null takes a share of the device's memory, and a simulation has no device; set it",
         ),
