@@ -174,7 +174,7 @@ class Engine:
         shift = asked_shift(params, self.parts.scheduler_config, is_possible=can_shift)
         group, now, tokens = Group(), time.perf_counter(), np.array(prompt, np.int32)
         shares = not self.parts.layout.states or self.parts.layout.snapshots > 0  # pages alone are of no use where there are states
-        is_cached = shares and self.config.pool.prefix_cache and params.cache_prompt
+        is_cached = shares and self.config.pool.prefix_cache and params.cache_prompt and params.prompt_logprobs is None
         guides = [self.guides.start(params, banned) for _ in range(params.n)]
         facts: dict[str, Any] = {"page_size": self.parts.layout.page_size, "fingerprint": self.parts.fingerprint}
         keys = page_keys(tokens, params, self._num_submitted, is_cached=is_cached, **facts) if shares else ()
@@ -193,8 +193,8 @@ class Engine:
         return group
 
     def _place(self, params: SamplingParams, keys: tuple[bytes, ...], is_cached: bool, shift: ContextShift | None) -> dict[str, Any]:
-        """What the scheduler must know of a request beside its lengths. Choices that each want the prompt's logprobs begin one by one."""
-        group = self._num_submitted if params.n > 1 and params.prompt_logprobs is None else None
+        """What the scheduler must know of a request beside its lengths."""
+        group = self._num_submitted if params.n > 1 else None
         place: dict[str, Any] = {"priority": params.priority, "page_keys": keys, "keeps_prefix": is_cached, "shift": shift, "group": group}
         return {**place, "is_patient": params.patient}
 

@@ -43,7 +43,12 @@ class Live:
     num_unread: int = 0  # tokens that are drawn and still on the device
     num_faults: int = 0  # steps that broke off because of it, since its last token
     cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are wanted and computed
+    drew_ahead: bool = False  # its first token came out of another's chunk, before its own prompt was computed
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """As far as they are wanted and computed, by whichever choice."""
+        return self.group.prompt_logprobs
 
     @property
     def num_generated(self) -> int:
@@ -201,6 +206,7 @@ class Group:
 
     choices: list[Handle] = field(default_factory=list)
     first_token_s: float | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are wanted and computed
 
     @property
     def done(self) -> bool:

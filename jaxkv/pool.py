@@ -221,10 +221,10 @@ class PoolHolder:
         return [layer for place, layer in enumerate(self.pages) if (place in self._near) == is_near]
 
     def replace_group(self, written: PoolArrays, *, is_near: bool) -> None:
-        """A program has written to them."""
+        """A program has written to them, and to the states behind them if it was given these."""
         new, states = iter(written), self.states
         pages = [next(new) if (place in self._near) == is_near else layer for place, layer in enumerate(self.pages)]
-        self.arrays = [*pages, *states]
+        self.arrays = [*pages, *(list(new) or states)]
 
     def gather(self, ids: np.ndarray, into: PoolArrays | None = None, *, is_near: bool = False) -> tuple[PoolArrays, Array]:
         """Copies of some pages, and their checksum; `into` is memory that is given up for them."""

@@ -2,7 +2,7 @@
 
 A key is SHA-256 over the key of the page before and the page's own tokens; the first one starts from the system fingerprint and what keeps
 callers apart. The page of the last prompt token has none, so that it is always computed: its logits are needed. A request that wants
-logprobs of its prompt must compute all of it, and has no keys. Knows no pages, only how many tokens one holds.
+logprobs of its prompt must compute all of it, so it shares with no other. Knows no pages, only how many tokens one holds.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ def page_keys(
 
     Without the cache (`is_cached`) only the choices of one request share pages: `group_id` keeps all others out.
     """
-    if params.prompt_logprobs is not None or (not is_cached and params.n == 1):
+    if not is_cached and params.n == 1:
         return ()
     scope = [fingerprint, params.cache_salt, None if is_cached else group_id]
     key, keys = hashlib.sha256(json.dumps(scope).encode()).digest(), list[bytes]()

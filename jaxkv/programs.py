@@ -1,11 +1,10 @@
 """The compiled programs: what each one computes, its fixed shape, and compiling them all before the first request.
 
 The only place with `jax.jit`. Up to ten programs make up an engine: decode (one token for every row; with speculation verify is in its
-place, which checks guesses behind it), prefill (one chunk of one prompt),
-gather (sixteen pages out of the pool), scatter (sixteen pages back), copy (four pages within it), rotate (the keys of sixteen pages move to
-other positions), take (a sequence's state out of its slot) and put (back into one), keep (a state where a prompt may be found again) and
-fetch (it from there). Their shapes come from the configuration alone, so
-nothing that happens later can ask for another.
+place, which checks guesses behind it), prefill (one chunk of one prompt), gather (sixteen pages out of the pool), scatter (sixteen pages
+back), copy (four pages and states within it), rotate (the keys of sixteen pages move to other positions), take (a state out of its row's
+slot) and put (back into one), keep (a state where a prompt may be found again) and fetch (it from there). Their shapes come from the
+configuration alone, so nothing that happens later can ask for another.
 """
 
 import functools
@@ -28,6 +27,7 @@ from jaxkv.interrupt import check_interrupt
 from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding, state_shapes, state_shardings
 from jaxkv.program_store import ProgramStore, examined, open_store
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample, sample_first
+from jaxkv.scheduler import FIRST_TOKENS
 from jaxkv.scoring import Scores, Targets, no_targets, score
 from jaxkv.shifting import ROTATE_PAGES, key_mover, rotate_step
 from jaxkv.speculate.head import example_head_batch, example_head_chunk, prefill_with_head, verify_with_head
@@ -48,6 +48,11 @@ class Shapes:
     transfer_pages: int  # pages per gather and scatter
     num_columns: int = 1  # tokens of each row in a decode step: its own, and guesses behind it
 
+    @property
+    def first(self) -> int:
+        """First tokens that the chunk which ends a prompt can draw, for the choices of its request."""
+        return max(self.rows, FIRST_TOKENS)
+
 
 class DecodeBatch(NamedTuple):
     """One token for every row. An inactive row writes to the trash page and its result is unused.
@@ -64,7 +69,7 @@ class DecodeBatch(NamedTuple):
     knobs: Knobs
     source: Int[HostOrDevice, " b"]
     decoded: Int[HostOrDevice, " b"]
-    first: Int[HostOrDevice, " b"]
+    first: Int[HostOrDevice, " f"]
 
 
 class PrefillBatch(NamedTuple):
@@ -74,7 +79,7 @@ class PrefillBatch(NamedTuple):
     start: Int[HostOrDevice, ""]
     length: Int[HostOrDevice, ""]
     is_last: Bool[HostOrDevice, ""]
-    num_first: Int[HostOrDevice, ""]  # tokens to draw if it is the last one: of the sequence itself, and of choices that begin with it
+    num_first: Int[HostOrDevice, ""]  # tokens to draw if it is the last one: of the sequence itself, and of other choices
     row: Int[HostOrDevice, ""]  # whose slot holds its state
     table: Int[HostOrDevice, "1 w"]
     near: Int[HostOrDevice, "1 v"]
@@ -101,7 +106,7 @@ class Programs:
     prefill: Program
     gather: Program | None = None  # None: no layer of this model has pages
     scatter: Program | None = None
-    copy: Program | None = None  # None: no choices of a request begin together
+    copy: Program | None = None
     rotate: Program | None = None  # None: this model's contexts cannot shift
     take: Program | None = None  # None: no layer has a state
     put: Program | None = None
@@ -140,10 +145,11 @@ def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, Pr
     near_width = width if layout.near else 0
     b, c = shapes.rows, shapes.chunk
     knobs = neutral_knobs(b, shapes.max_len, shapes.vocab_size)
-    tables, others = (ints(b, width), ints(b, near_width)), (np.arange(b, dtype=np.int32), ints(b), ints(b))
-    decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), *tables, knobs, *others)
+    tables, own = (ints(b, width), ints(b, near_width)), np.arange(b, dtype=np.int32)
+    decode = DecodeBatch(ints(b), ints(b), np.zeros(b, bool), *tables, knobs, own, ints(b), ints(shapes.first))
     start, length, is_last, num_first, row = numbers(0, 1, 1, 0, is_last=True)
-    prefill = PrefillBatch(ints(c), start, length, is_last, num_first, row, ints(1, width), ints(1, near_width), knobs, no_targets(c))
+    first = neutral_knobs(shapes.first, shapes.max_len, shapes.vocab_size)
+    prefill = PrefillBatch(ints(c), start, length, is_last, num_first, row, ints(1, width), ints(1, near_width), first, no_targets(c))
     return decode, prefill
 
 

@@ -34,7 +34,9 @@ class Rows:
         self._seated: list[tuple[int, int, int] | None] = [None] * shapes.rows
         # stand in for the large arrays of those who use none; never written
         self._unused = _on_device(self._neutral(shapes.rows), mesh)
-        self._no_targets, self._no_tokens = no_targets(shapes.chunk), np.zeros(shapes.rows, np.int32)
+        self._unused_first = _on_device(self._neutral(shapes.first), mesh)
+        self._no_targets = no_targets(shapes.chunk)
+        self._no_tokens, self._no_first = np.zeros(shapes.rows, np.int32), np.zeros(shapes.first, np.int32)
 
     def update(self, updates: tuple[TableUpdate, ...]) -> None:
         """Enter new pages into the block tables."""
@@ -65,7 +67,7 @@ class Rows:
             active[entry.row], sampling[entry.row] = True, not entry.is_replay
         present = {entry.row: live[entry.seq_id] for entry in rows if not entry.is_replay}
         decoded = self._no_tokens if before is None or before.decoded is None else before.decoded.token
-        first = self._no_tokens if before is None or before.prefilled is None else before.prefilled[0].token
+        first = self._no_first if before is None or before.prefilled is None else before.prefilled[0].token
         tables, knobs = (self._table.copy(), self._near.copy()), self._copy_knobs(sampling, present)
         return DecodeBatch(tokens, positions, active, *tables, knobs, source, decoded, first)
 
@@ -83,13 +85,13 @@ class Rows:
     def _first_knobs(self, first: list[Live]) -> Knobs:
         """What the sampler must know of those that draw their first token, in their order."""
         if not first:
-            return self._unused
-        knobs = self._neutral(self._shapes.rows)
+            return self._unused_first
+        knobs = self._neutral(self._shapes.first)
         for index, sequence in enumerate(first):
             _describe(knobs, index, sequence)
             _describe_mask(knobs, index, sequence)
         needed = _needed(first)
-        return knobs._replace(**{name: getattr(self._unused, name) for name in _LARGE if not needed[name]})
+        return knobs._replace(**{name: getattr(self._unused_first, name) for name in _LARGE if not needed[name]})
 
     def _targets(self, chunk: PrefillChunk, sequence: Live) -> Targets:
         """What follows each token of the chunk, where its logprob is wanted and not there yet."""

@@ -142,7 +142,7 @@ def dispatch(engine: "Engine", plan: Plan) -> Dispatched:
             if engine.speculation is not None:
                 engine.speculation.hear(plan.prefill, *guesses)
             keep_state(parts.programs, parts.pool, plan.prefill.row, plan.prefill.keep)
-            copy_all_forks(parts.programs, parts.pool, parts.layout, plan.prefill.forks)
+            copy_all_forks(parts.programs, parts.pool, parts.layout, plan.prefill)
             prefilled = sampled, scores
     if plan.decode:
         with engine.phases("decode"), blaming(*(entry.seq_id for entry in plan.decode)):
@@ -199,6 +199,8 @@ def collect(engine: "Engine", step: Dispatched) -> None:
     for index, seq_id in enumerate(step.first):
         assert first is not None, "who draws a first token is part of a chunk"
         accept(engine, seq_id, index, first, finished, failed)
+    if step.chunk is not None:
+        note_draws(engine, step.chunk)
     ran = [seq_id for entry in step.rows for seq_id in accept_row(engine, entry, samples, finished, failed)]
     if engine.speculation is not None:
         engine.speculation.learn(engine.sequences)
@@ -226,11 +228,19 @@ def read(step: Dispatched) -> tuple[Samples | None, Samples | None]:
 
 def take_scores(engine: "Engine", chunk: PrefillChunk, scores: Scores) -> None:
     """The prompt's own logprobs, where they are wanted: each is taken once, however often its chunk is computed."""
-    sequence, end = engine.live(chunk.seq_id), chunk.start + chunk.length
+    sequence, end = next(filter(None, map(engine.live, chunk.seq_ids)), None), chunk.start + chunk.length
     if sequence is not None and sequence.wants_scores(end):
         with blaming(chunk.seq_id):
             tokens = sequence.prompt[chunk.start + 1 : end + 1]
             sequence.take_scores(chunk.start, read_scores(scores, tokens, sequence.params.prompt_logprobs or 0))
+
+
+def note_draws(engine: "Engine", chunk: PrefillChunk) -> None:
+    """Those that have a token but are not at work: what lies before the next one is no gap between steps."""
+    for seq_id in chunk.draws:
+        sequence = engine.live(seq_id)
+        if sequence is not None:
+            sequence.drew_ahead, sequence.last_token_s = True, None
 
 
 def lose_damaged(engine: "Engine") -> set[int]:
@@ -294,6 +304,8 @@ def count_token(engine: "Engine", sequence: Live, now: float) -> None:
         if sequence.group.first_token_s is None:
             sequence.group.first_token_s = now
             stats.ttft_s.append(now - sequence.submitted_s)
+    elif sequence.drew_ahead:
+        sequence.drew_ahead, sequence.cached_tokens = False, engine.scheduler.cached_tokens(sequence.seq_id)
     elif sequence.last_token_s is not None:
         stats.token_gap_s.append(now - sequence.last_token_s)
     sequence.last_token_s = now if sequence.paused_s is None else None  # it may have left since the token was drawn

@@ -8,6 +8,7 @@ way back, `replay.py` what happens without an image, `recover.py` what happens a
 from jaxkv.scheduler.books import Counters
 from jaxkv.scheduler.need import DoesNotFit, need, pages_for, pool_cells
 from jaxkv.scheduler.plan import (
+    FIRST_TOKENS,
     Chunk,
     ContextShift,
     DecodeRow,
@@ -28,6 +29,7 @@ from jaxkv.scheduler.shift import BadShift, whole_pages
 from jaxkv.scheduler.views import SequenceView, Snapshot
 
 __all__ = [
+    "FIRST_TOKENS",
     "VICTIMS",
     "BadShift",
     "Candidate",

@@ -121,6 +121,7 @@ class Books:
         self.to_restore: deque[Sequence] = deque()
         self.flights: dict[tuple[int, int, int], Flight] = {}  # by sequence, epoch and index
         self.forks: dict[int, Fork] = {}  # of the plan that is being carried out, by sequence
+        self.groups: dict[int, list[Sequence]] = {}  # those that live of each group, in order of arrival
 
     def ledger(self, chunk: Chunk) -> PageLedger:
         """Whose pages a chunk has."""
@@ -142,6 +143,18 @@ class Books:
         """The one whose chunk comes next: the most urgent whose prompt is not computed, and of these the oldest."""
         prefilling = [seq for seq in self.residents if seq.num_cells < seq.prompt_len and seq.wants_chunk]
         return min(prefilling, key=lambda seq: seq.priority, default=None)
+
+    def join_group(self, seq: Sequence) -> None:
+        """One more of its group, if it has one."""
+        if seq.group is not None:
+            self.groups.setdefault(seq.group, []).append(seq)
+
+    def leave_group(self, seq: Sequence) -> None:
+        """One less; of a group that is all gone nothing is kept."""
+        if seq.group is not None:
+            self.groups[seq.group].remove(seq)
+            if not self.groups[seq.group]:
+                del self.groups[seq.group]
 
     def line_up(self, seq: Sequence, *, is_first: bool = False) -> None:
         """One that is away waits for its return, or to be released."""

@@ -1,7 +1,7 @@
 """The batch of one step: who decodes, whose chunk is prefilled, which pages their rows gain."""
 
 from jaxkv.scheduler.books import Books, Turn
-from jaxkv.scheduler.fork import plan_forks
+from jaxkv.scheduler.fork import plan_draws, plan_forks
 from jaxkv.scheduler.near import grow_near
 from jaxkv.scheduler.need import chunk_len, has_near_cell, has_next_cell, missing_pages, near_lacking
 from jaxkv.scheduler.plan import DecodeRow, PrefillChunk, TableUpdate
@@ -46,10 +46,12 @@ def fill_prefill(books: Books, turn: Turn, leader: Sequence) -> None:
             assert seq.row is not None
             length = chunk_len(books.config, seq)
             end = seq.num_cells + length
-            is_last, is_replay = end == seq.prompt_len, end <= seq.replay_to
+            is_replay = end <= seq.replay_to
+            is_last = end == seq.prompt_len and (is_replay or not seq.num_generated)
             forks = plan_forks(books, turn, seq) if is_last and not is_replay else ()
+            draws = plan_draws(books, seq, forks) if is_last and not is_replay else ()
             keep = None if is_replay else reserve_snapshot(books, turn, seq, end)
-            turn.prefill = PrefillChunk(seq.seq_id, seq.row, seq.num_cells, length, is_last, is_replay, forks, keep)
+            turn.prefill = PrefillChunk(seq.seq_id, seq.row, seq.num_cells, length, is_last, is_replay, forks, draws, keep)
             return
 
 

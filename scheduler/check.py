@@ -22,6 +22,7 @@ def check_books(books: Books) -> None:
     check_parks(books, live)
     check_keys(books, live)
     check_forks(books)
+    check_groups(books, live)
     for seq in live:
         check_sequence(books, seq)
 
@@ -91,8 +92,18 @@ def check_forks(books: Books) -> None:
     for fork in books.forks.values():
         seq = books.sequences[fork.seq_id]
         assert (seq.state, seq.row) == (State.PREFILLING, fork.row) and seq.num_computed == seq.num_cached, f"{fork} of one {seq.state}"
+        if fork.page is None:
+            assert not seq.pages and not books.config.num_pages, f"{fork} of one with pages"
+            continue
         assert (seq.pages[-1], len(seq.pages)) == (fork.page, pages_for(seq.prompt_len, books.config.page_size)), f"{fork} into {seq.pages}"
         assert books.pages.holders(fork.page) == (fork.seq_id,) and books.pages.key(fork.page) is None, f"{fork} writes into a shared page"
+
+
+def check_groups(books: Books, live: list[Sequence]) -> None:
+    """Each that lives is in its group once, and a group that is all gone is no more."""
+    listed = [seq for group in books.groups.values() for seq in group]
+    assert all(books.groups.values()) and len(listed) == len(set(listed)), "a group is empty, or lists somebody twice"
+    assert set(listed) == {seq for seq in live if seq.group is not None}, "the groups are not of those that live"
 
 
 def check_host(books: Books, live: list[Sequence]) -> None:
@@ -134,8 +145,10 @@ def check_parks(books: Books, live: list[Sequence]) -> None:
 
 def check_sequence(books: Books, seq: Sequence) -> None:
     """Its cells, pages and image agree with its state."""
-    if seq.num_generated:
+    is_drawn = seq.num_generated == 1 and seq.whole_computed < seq.prompt_len  # its first token, before its own prompt was computed
+    if seq.num_generated and not is_drawn:
         assert seq.whole_computed == need(seq.prompt_len, seq.num_generated)
+    assert not is_drawn or seq.state is not State.DECODING
     assert seq.whole_cells <= most_cells(seq)
     assert not seq.replay_to or (seq.num_computed < seq.replay_to and seq.state in (State.PARKED, State.REPLAYING))
     assert (seq.state is State.REPLAYING) <= (seq.replay_to > 0)

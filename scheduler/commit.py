@@ -16,6 +16,8 @@ def enter_outcome(books: Books, outcome: Outcome) -> None:
     if outcome.prefilled is not None:
         for fork in outcome.prefilled.forks:
             forked(books, fork, outcome.finished.get(fork.seq_id, "length"))
+        for seq_id in outcome.prefilled.draws:
+            drawn(books, seq_id, outcome.finished.get(seq_id, "length"))
         prefilled(books, outcome.prefilled, outcome.finished.get(outcome.prefilled.seq_id, "length"))
     for seq_id in outcome.decoded:
         decoded(books, seq_id, outcome.finished.get(seq_id, "length"))
@@ -42,12 +44,24 @@ def prefilled(books: Books, chunk: PrefillChunk, reason: str) -> None:
     if chunk.is_last:
         seq.state = State.DECODING
         count_token(books, seq.seq_id, reason)
+    elif seq.state is State.PREFILLING and not seq.prompt_left:  # its first token was drawn before
+        seq.state = State.DECODING
 
 
 def forked(books: Books, fork: Fork, reason: str) -> None:
     """One that begins from another's chunk has its first token."""
     if begin_decoding(books, fork) is not None:
         count_token(books, fork.seq_id, reason)
+
+
+def drawn(books: Books, seq_id: int, reason: str) -> None:
+    """One has its first token before its prompt is computed, wherever it is."""
+    seq = books.sequences.get(seq_id)
+    if seq is None or seq.is_over:
+        return
+    assert not seq.num_generated, f"the first token of sequence {seq_id} is drawn a second time"
+    books.counters.num_forks += 1
+    count_token(books, seq_id, reason)
 
 
 def decoded(books: Books, seq_id: int, reason: str) -> None:

@@ -207,6 +207,7 @@ def end(books: Books, seq: Sequence, state: State, reason: str) -> None:
     """End a live sequence. What no copy touches comes back now; what is in flight comes back when it lands."""
     books.counters.num_ended_parked += seq.state in AWAY
     books.held.pop(seq.seq_id, None)
+    books.leave_group(seq)
     give_back(books, seq)
     seq.state, seq.reason = state, reason
     seq.parked_since = None

@@ -241,13 +241,17 @@ class FakeRunner:
     def _fork(self, chunk: PrefillChunk, fork: Fork) -> None:
         """What it reads from now on is what the other has computed."""
         assert chunk.is_last and not chunk.is_replay and not self.written[fork.seq_id], f"{fork} begins in the midst of something"
-        assert not self._is_touched(fork.page), f"{fork} writes a page that a copy in flight may touch"
-        self.pool[fork.page] = list(self.pool[fork.source])
+        end = chunk.start + chunk.length
+        if fork.page is not None and fork.source is not None:
+            assert not self._is_touched(fork.page), f"{fork} writes a page that a copy in flight may touch"
+            self.pool[fork.page] = list(self.pool[fork.source])
         if fork.near is not None:
             source, page = fork.near
             assert not self._is_touched(page, is_near=True), f"{fork} writes a page that a copy in flight may touch"
             self.near[page] = list(self.near[source])
-        end = chunk.start + chunk.length
+        if self.config.state_bytes:
+            self._check_slot(fork.seq_id, fork.row)
+            self.slots[fork.row] = (fork.seq_id, self.num_lost[fork.seq_id], end)
         self.written[fork.seq_id] = list(self.written[chunk.seq_id])
         self.num_written[fork.seq_id] = end
         known = self.programs[fork.seq_id]
@@ -318,9 +322,12 @@ class FakeRunner:
         """The state of its row sees one token more; with the first one it begins, whatever another has left there."""
         before = (seq_id, self.num_lost[seq_id], token)
         assert not token or self.slots[row] == before, f"the state in row {row} is {self.slots[row]}, not {before}"
+        self._check_slot(seq_id, row)
+        self.slots[row] = (seq_id, self.num_lost[seq_id], token + 1)
+
+    def _check_slot(self, seq_id: int, row: int) -> None:
         flying = self._touching_state(row)
         assert not flying, f"sequence {seq_id} changes the state in row {row}, which {flying} may touch"
-        self.slots[row] = (seq_id, self.num_lost[seq_id], token + 1)
 
     def _touching_state(self, row: int) -> list[Copy]:
         """Copies in flight that read a row's state later, or have yet to fill it."""
@@ -440,7 +447,7 @@ class FakeLoop:
         for view in self.scheduler.snapshot().sequences:
             self.ends.pop(view.seq_id, None)
             self.runner.unlearn(view.seq_id, need(view.prompt_len, view.num_generated) if view.num_generated else view.prompt_len - 1)
-            is_lost = bool(view.replay_to) or not (view.num_generated or self.scheduler.image(view.seq_id))
+            is_lost = bool(view.replay_to) or not (view.num_shifts or self.scheduler.image(view.seq_id))  # a shift may leave no cell
             if view.state is State.PARKED and is_lost:
                 self.runner.lose(view.seq_id)
             else:
@@ -482,6 +489,7 @@ class FakeLoop:
         finished: dict[int, str] = {}
         decoded: list[int] = []
         if plan.prefill and plan.prefill.is_last and not plan.prefill.is_replay:
+            assert not any(self.tokens[seq_id] for seq_id in plan.prefill.seq_ids), f"{plan.prefill} draws a first token a second time"
             for seq_id in plan.prefill.seq_ids:
                 self._count(seq_id, finished)
         for seq_id in outcome.decoded:
@@ -505,6 +513,8 @@ class FakeLoop:
         self._commit(outcome, now)
         new = [row.seq_id for row in plan.decode if not row.is_replay]
         if plan.prefill and plan.prefill.is_last and not plan.prefill.is_replay:
+            have = {seq_id for seq_id, num in self.tokens.items() if num}.union(*self.unread)
+            assert not have.intersection(plan.prefill.seq_ids), f"{plan.prefill} draws a first token a second time"
             new += plan.prefill.seq_ids
         self.unread.append(tuple(new))
         num_ahead = 1 if self.overlap and any(seq_id not in self.ends for seq_id in new) else 0

@@ -1,18 +1,22 @@
 """Choices of one request that begin together: the chunk that ends their prompt is computed once, and each draws its first token from it.
 
 Whoever of a group comes to the end of the prompt takes along those that have a row by then and have computed nothing of their own: they
-hold its full prompt pages beside it, and get a copy of the page of the last prompt token, since each goes on writing there. The others find
-the full pages later and compute the rest of the prompt themselves, to the same bytes.
+hold its full prompt pages beside it, and get a copy of the page of the last prompt token, since each goes on writing there. The others draw
+their first token too, wherever they are, in line or away, and nothing else: they find the full pages later and compute the rest of the
+prompt themselves, to the same bytes, with a chunk that draws nothing.
 
     page size 4, prompt 10     pages of the first choice   7 8 9 | its last chunk ends in page 9
                                a fork has pages            7 8 5   9 is copied into 5 as soon as the chunk is computed
 
-The pages are held from the plan on, so that nothing can take them away, also if the first choice ends in this very step. Knows no token.
+A state is copied too, from row to row. The pages are held from the plan on, so that nothing can take them away, also if the first choice
+ends in this very step. Knows no token.
 """
+
+from itertools import islice
 
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.need import gone_pages, near_gone
-from jaxkv.scheduler.plan import Fork, TableUpdate
+from jaxkv.scheduler.plan import FIRST_TOKENS, Fork, TableUpdate
 from jaxkv.scheduler.prefix import count_found, register_prefix
 from jaxkv.scheduler.sequence import Sequence, State
 
@@ -20,13 +24,12 @@ from jaxkv.scheduler.sequence import Sequence, State
 def plan_forks(books: Books, turn: Turn, first: Sequence) -> tuple[Fork, ...]:
     """Those that begin from the chunk that ends the prompt of `first`.
 
-    Nobody does where the content of a full page has no name, nor where some of what `first` has may yet turn out to be damaged, nor where
-    there is a state, which is in no page.
+    Nobody does where some of what `first` has may yet turn out to be damaged, nor where the content of a full page has no name, unless
+    there are states, beside which pages are found by nobody who has not the state as well.
     """
-    if books.config.state_bytes:
-        return ()
-    num_full = (first.prompt_len - 1) // books.config.page_size
-    if first.group is None or len(first.page_keys) < num_full or not first.has_progressed:
+    num_full = (first.prompt_len - 1) // books.config.page_size if books.config.num_pages else 0
+    is_named = len(first.page_keys) >= num_full or books.config.state_bytes > 0
+    if first.group is None or not is_named or not first.has_progressed:
         return ()
     num_cells = num_full * books.config.page_size
     if first.num_gone > gone_pages(books.config, first, num_cells) or first.near_gone > near_gone(books.config, num_cells):
@@ -36,15 +39,34 @@ def plan_forks(books: Books, turn: Turn, first: Sequence) -> tuple[Fork, ...]:
 
 
 def may_fork(first: Sequence, seq: Sequence) -> bool:
-    """Whether it is of the same group, has computed nothing yet, and needs none of the pages that are gone."""
+    """Whether it is of the same group, has neither computed anything yet nor drawn its first token, and needs none of the pages that are
+    gone."""
     if first.num_gone and seq.shift is not None:
         return False
-    return seq.group == first.group and seq is not first and seq.state is State.PREFILLING and seq.num_computed == seq.num_cached
+    is_new = seq.state is State.PREFILLING and seq.num_computed == seq.num_cached and not seq.num_generated
+    return is_new and seq.group == first.group and seq is not first
+
+
+def plan_draws(books: Books, first: Sequence, forks: tuple[Fork, ...]) -> tuple[int, ...]:
+    """The others of its group that have no token yet, as far as the program draws so many: beyond that, whoever of them is the first to
+    end the prompt takes the next along. One that an operator holds says nothing.
+
+    Nobody does where some of what `first` has may yet turn out to be damaged.
+    """
+    if first.group is None or not first.has_progressed:
+        return ()
+    begun = {first.seq_id, *(fork.seq_id for fork in forks)}
+    others = (seq for seq in books.groups[first.group] if not (seq.num_generated or seq.is_held or seq.seq_id in begun))
+    most = max(books.config.rows, FIRST_TOKENS) - len(begun)
+    return tuple(seq.seq_id for seq in islice(others, most))
 
 
 def plan_fork(books: Books, turn: Turn, first: Sequence, seq: Sequence, num_full: int) -> Fork | None:
     """Put the full pages in the place of all it has but one, which is for the copy; None where there is no page for that."""
     assert seq.row is not None and seq.prompt_len == first.prompt_len, f"sequences {first.seq_id} and {seq.seq_id} have one prompt"
+    if not books.config.num_pages:
+        fork = books.forks[seq.seq_id] = Fork(seq.seq_id, seq.row, None, None)
+        return fork
     size = books.config.page_size
     blank = seq.pages[seq.num_cells // size :]
     if not blank and not books.pages.num_free:

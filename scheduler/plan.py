@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 NO_PAGE = 0  # in a block table: the trash page, which nobody owns
+FIRST_TOKENS = 16  # that the chunk which ends a prompt can draw, or as many as there are rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +103,14 @@ class Shift:
 
 
 class Fork(NamedTuple):
-    """A sequence that begins to decode when the chunk of another ends the prompt of both. `source`, the page of the last prompt token, is
-    copied into `page` behind the chunk; the pages before it are those of the other."""
+    """A sequence that begins to decode when the chunk of another ends the prompt of both. Behind the chunk `source`, the page of the last
+    prompt token, is copied into `page`, and the state of the other's row, where there are states, into that of `row`. The pages before it
+    are those of the other."""
 
     seq_id: int
     row: int
-    source: int
-    page: int
+    source: int | None  # None: there are no pages
+    page: int | None
     near: tuple[int, int] | None = None  # the same two of the layers with a window, where these have their own pages
 
 
@@ -125,8 +127,8 @@ class PrefillChunk:
     """Prompt tokens start .. start + length - 1 of a sequence; the first chunk starts where any page does, or where any
     chunk does if there are states.
 
-    `is_last`: it ends the prompt, and its program samples the first token, of `forks` too. `is_replay`: all of it was computed before, and
-    nothing is sampled. `keep`: the slot that the state behind it is copied to.
+    `is_last`: it ends the prompt, and its program samples the first token, of `forks` and `draws` too; not where that was drawn before.
+    `is_replay`: all of it was computed before, and nothing is sampled. `keep`: the slot that the state behind it is copied to.
     """
 
     seq_id: int
@@ -136,12 +138,13 @@ class PrefillChunk:
     is_last: bool
     is_replay: bool = False
     forks: tuple[Fork, ...] = ()
+    draws: tuple[int, ...] = ()  # sequences with the same prompt that it gives their first token and nothing else
     keep: int | None = None
 
     @property
     def seq_ids(self) -> tuple[int, ...]:
-        """Its own sequence and those that begin with it, in the order of the tokens that it samples."""
-        return (self.seq_id, *(fork.seq_id for fork in self.forks))
+        """Its own sequence and those that have their first token of it, in the order in which it samples them."""
+        return (self.seq_id, *(fork.seq_id for fork in self.forks), *self.draws)
 
 
 class DecodeRow(NamedTuple):
@@ -195,7 +198,7 @@ class Outcome:
     """What happened. A sequence in `finished` may also be the one that was prefilled or decoded, or have been in an earlier outcome: a
     stop may be told when the next step has been planned, which then computes a cell for nobody."""
 
-    prefilled: PrefillChunk | None = None  # with its forks, those excepted that have left since the plan
+    prefilled: PrefillChunk | None = None  # with its forks and draws; of those that have left since the plan nothing is entered
     decoded: tuple[int, ...] = ()  # ids of sequences whose row ran, each once for every token more, or for every cell computed again
     finished: Mapping[int, str] = field(default_factory=dict)  # id -> finish reason
     parked: tuple[Chunk, ...] = ()  # chunks whose copy to the host is done

@@ -59,8 +59,8 @@ def keeps_image(seq: Sequence, coming: set[int]) -> bool:
 def drop_everything(books: Books, seq: Sequence, now: float) -> None:
     """What it held is nobody's now; how many cells that were is known from its tokens."""
     was_new = seq.state is State.WAITING
-    begun = 0 if was_new else min(seq.made_cells, seq.prompt_len - 1)
-    forget_cells(seq, need(seq.prompt_len, seq.num_generated) if seq.num_generated else begun)
+    begun = 0 if was_new else min(seq.made_cells, seq.prompt_len if seq.num_generated else seq.prompt_len - 1)
+    forget_cells(seq, need(seq.prompt_len, seq.num_generated) if seq.num_generated > 1 else begun)
     seq.image, seq.image_pages = [], 0
     seq.copies_left.clear()
     seq.epoch += 1
@@ -109,6 +109,9 @@ def restart_lines(books: Books, live: list[Sequence]) -> None:
     touched = {flight.row for flight in books.flights.values()}
     books.free_rows[:] = [row for row in range(books.config.rows) if row not in touched]
     books.parked, books.waiting, books.held = Line(), Line(), {}
+    books.groups.clear()
+    for seq in live:
+        books.join_group(seq)
     for seq in sorted(live, key=lambda seq: (seq.parked_since or 0.0, seq.order)):
         if seq.state is State.WAITING:
             books.waiting.append(seq)

@@ -78,7 +78,7 @@ def own_pages(books: Books, seq: Sequence) -> int:
 
 def is_last_token(books: Books, seq: Sequence) -> bool:
     """Whether its next token is its last."""
-    if seq.num_generated + 1 != seq.limit:
+    if seq.num_generated + 1 != seq.limit or (seq.num_generated and seq.prompt_left):
         return False
     ends_prompt = seq.num_cells + chunk_len(books.config, seq) == seq.prompt_len
     return seq.state is not State.PREFILLING or (ends_prompt and seq is books.next_to_prefill)

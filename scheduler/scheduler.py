@@ -86,6 +86,7 @@ class Scheduler:
         )
         books.sequences[seq_id] = seq
         books.waiting.append(seq)
+        books.join_group(seq)
         books.num_added += 1
         books.num_live += 1
         return limit

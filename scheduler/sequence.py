@@ -25,6 +25,9 @@
     any        -> a terminal state        copies.end               no row; what no copy touches is given back now, the rest on landing
     FINISHED   -> PARKED                  recover.take_back_end    (at its limit, but the last token was never read) as after a drop
 
+A first token that the chunk of another has drawn (commit.drawn) changes no state: its own prompt is still to be computed, by chunks that
+draw none.
+
 One that an operator holds is PARKED in no line: it stays until it is released, and nobody waits behind it.
 
 Repeating a command is a no-op with a reason. Each park, restore and end starts a new epoch; a copy that lands with an old one changes

@@ -28,7 +28,7 @@ from jaxkv.transfer import HOST_KIND, HostMemory, choose_mode, host_sharding, ho
 _NAMES: dict[str, tuple[str, ...]] = {"prefill": ("weights", "pool", "batch"), "decode": ("weights", "pool", "batch")}
 _NAMES |= dict.fromkeys(("verify", "draft", "draft_fill"), ("weights", "pool", "batch"))
 _NAMES |= {"gather": ("pool", "ids", "into"), "scatter": ("pool", "pages", "ids"), "rotate": ("pool", "sources", "targets", "distance")}
-_NAMES |= {"copy": ("pool", "sources", "targets"), "take": ("states", "row", "into"), "put": ("states", "state", "row")}
+_NAMES |= {"copy": ("pool", "moves"), "take": ("states", "row", "into"), "put": ("states", "state", "row")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +136,10 @@ def measure(name: str, recipe: Recipe, mesh: jax.sharding.Mesh) -> ProgramFacts:
         jax.config.update("jax_enable_compilation_cache", cached)
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     sizes = {field: getattr(memory, f"{field}_size_in_bytes", None) for field in ("argument", "output", "alias", "temp", "generated_code")}
+    names = _NAMES[name.removesuffix("_near")]
     return ProgramFacts(
         name=name,
-        arguments=tuple(describe(n, tree) for n, tree in zip(_NAMES[name], recipe.arguments, strict=False)),  # `into` is not always there
+        arguments=tuple(describe(n, tree) for n, tree in zip(names, recipe.arguments, strict=False)),  # `into` is not always there
         flops=cost.get("flops"),
         argument_bytes=sizes["argument"],
         output_bytes=sizes["output"],

@@ -37,7 +37,7 @@ class Waits:
         """Who runs again."""
         running = [row.seq_id for row in plan.decode if not row.is_replay]
         if plan.prefill is not None and not plan.prefill.is_replay:
-            running += plan.prefill.seq_ids
+            running += (plan.prefill.seq_id, *(fork.seq_id for fork in plan.prefill.forks))
         for seq_id in running:
             self._back(seq_id, now)
 

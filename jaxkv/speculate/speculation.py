@@ -149,10 +149,10 @@ class HeadSpeculation(Speculation):
         return HeadBatch(self.check(batch, rows, live), num_cells)
 
     def lengthen(self, batch: PrefillBatch, chunk: PrefillChunk, live: Mapping[int, Live]) -> HeadChunk:
-        """With the tokens one further on, as far as the prompt goes."""
-        prompt, end = live[chunk.seq_id].prompt, chunk.start + chunk.length
+        """With the tokens one further on, as far as they are known: behind the prompt where its first token was drawn before."""
+        sequence, end = live[chunk.seq_id], chunk.start + chunk.length
         following = np.zeros(len(batch.tokens), np.int32)
-        known = prompt[chunk.start + 1 : end + 1]
+        known = [*sequence.prompt, *sequence.output.token_ids[:1]][chunk.start + 1 : end + 1]
         following[: len(known)] = known
         num_cells: Any = np.int32(-(-end // self._page_size) * self._page_size)
         return HeadChunk(batch, following, num_cells)

@@ -14,6 +14,7 @@ from jaxkv.ends import lose
 from jaxkv.engine import Engine
 from jaxkv.live import Group, Handle
 from jaxkv.models.tokenizer import ByteTokenizer
+from jaxkv.recover import recover
 from jaxkv.request import SamplingParams
 from jaxkv.scheduler import Plan
 from tests.cpu import tiny
@@ -108,12 +109,62 @@ def test_all_choices_that_have_a_row_begin_with_one_computation_of_the_prompt(
     assert [answer.cached_tokens for answer in group.result()[1:]] == [(length - 1) // 4 * 4] * (n - 1)
 
 
-def test_those_without_a_row_find_the_full_pages_and_the_first_of_them_takes_the_next_along(roomy: Engine) -> None:
-    prompt, params = tiny.prompt(27), replace(SAMPLED, n=6, max_tokens=6)
+@pytest.mark.parametrize("n", [6, 18])
+def test_those_without_a_row_have_their_first_token_at_once_and_find_the_full_pages_later(roomy: Engine, n: int) -> None:
+    """A chunk draws sixteen; the seventeenth draws its own and the last one's."""
+    prompt, params = tiny.prompt(27, n), replace(SAMPLED, n=n, max_tokens=6)
     expected = alone(roomy, prompt, params)
     group = roomy.submit_group(prompt, params)
-    assert plans(roomy, group) == [(0, 8, ()), (8, 8, ()), (16, 8, ()), (24, 3, (1, 2, 3)), (24, 3, (5,))]
+    tiny.step_to(roomy, group.choices[0], 1)
+    assert [len(handle.token_ids) for handle in group.choices] == [1] * min(n, 16) + [0] * (n - 16)
+    assert plans(roomy, group) == [(24, 3, ())] * (n - 4)
     assert [tiny.content(handle.completion) for handle in group.choices] == expected
+    gaps = list(roomy.stats.token_gap_s)
+    assert [answer.cached_tokens for answer in group.result()] == [0, *[24] * (n - 1)]
+    assert len(gaps) == len(roomy.stats.token_gap_s)
+
+
+def test_answers_of_one_token_need_no_row(roomy: Engine) -> None:
+    prompt, params = tiny.prompt(27), replace(SAMPLED, n=16, max_tokens=1)
+    expected = alone(roomy, prompt, params)
+    before = roomy.scheduler.counters.num_admitted
+    group = roomy.submit_group(prompt, params)
+    assert [tiny.content(answer) for answer in group.result()] == expected
+    assert roomy.scheduler.counters.num_admitted - before == 4
+
+
+def test_what_lies_between_a_token_drawn_ahead_and_the_next_is_no_gap_between_steps(roomy: Engine) -> None:
+    before = len(roomy.stats.token_gap_s)
+    roomy.submit_group(tiny.prompt(27), replace(SAMPLED, n=6, max_tokens=3)).result()
+    assert len(roomy.stats.token_gap_s) - before == 4 * 2 + 2 * 1
+
+
+@pytest.mark.parametrize("which", [3, 5])
+@pytest.mark.parametrize("does", ["park", "cancel", "lose", "break"])
+def test_what_befalls_one_that_drew_ahead_before_its_prompt_is_computed_changes_nothing(roomy: Engine, does: str, which: int) -> None:
+    prompt, params = tiny.prompt(27, 5), replace(SAMPLED, n=6, max_tokens=5, logprobs=2, cache_prompt=False, prompt_logprobs=2)
+    expected = alone(roomy, prompt, params)
+    with tiny.engine(scheduler__rows=2, pool__tokens=128) as made:
+        give_bytes(made)
+        for num_steps in range(1, 14):
+            group = made.submit_group(prompt, params)
+            for _ in range(num_steps):
+                made.step()
+            handle = group.choices[which]
+            if does == "cancel":
+                handle.cancel()
+            elif does == "park":
+                made.scheduler.park(handle.seq_id)
+            elif does == "lose":
+                lose(made, handle.seq_id, "a test")
+            else:
+                recover(made, RuntimeError("a test"))
+            found = [tiny.content(answer) for answer in group.result()]
+            tiny.settle(made)
+            is_left_out = {which} if does == "cancel" else set()
+            assert [one for choice, one in enumerate(found) if choice not in is_left_out] == [
+                one for choice, one in enumerate(expected) if choice not in is_left_out
+            ], f"{does} {which} after {num_steps} steps"
 
 
 @pytest.mark.parametrize(
@@ -143,9 +194,23 @@ def test_whatever_is_asked_of_the_sampler_is_asked_for_every_choice(roomy: Engin
     group = roomy.submit_group(prompt, params).result()
     tiny.settle(roomy)
     assert list(map(tiny.content, group)) == expected
-    assert roomy.scheduler.counters.num_forks - before == (0 if "prompt_logprobs" in wish else 3)
+    assert roomy.scheduler.counters.num_forks - before == 3
     if "prompt_logprobs" in wish:
         assert [len(answer.prompt_logprobs) for answer in group] == [22] * 4
+
+
+def test_the_logprobs_of_a_prompt_are_computed_once_for_all_choices_and_nobody_elses_pages_are_used(roomy: Engine) -> None:
+    prompt = tiny.prompt(27, 9)
+    tiny.run(roomy, [prompt], replace(SAMPLED, max_tokens=1))  # its pages are there now
+    num_cached = roomy.scheduler.snapshot().num_pages_cached
+    params = replace(SAMPLED, n=3, prompt_logprobs=4)
+    group = roomy.submit_group(prompt, params)
+    assert plans(roomy, group) == [(0, 8, ()), (8, 8, ()), (16, 8, ()), (24, 3, (1, 2))]
+    first, second, third = (answer.prompt_logprobs or [] for answer in group.result())
+    assert first == second == third
+    assert [None if entry is None else entry.token_id for entry in first] == [None, *prompt[1:]]
+    assert tiny.run(roomy, [prompt], replace(params, n=1))[0].prompt_logprobs == first
+    assert roomy.scheduler.snapshot().num_pages_cached == num_cached
 
 
 @pytest.mark.parametrize(

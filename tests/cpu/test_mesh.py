@@ -29,6 +29,7 @@ THREE_HEADS = {
 
 COMMON = """
 import json
+from dataclasses import replace
 import jax
 import numpy as np
 from jaxkv.request import SamplingParams
@@ -57,6 +58,11 @@ EXACT = """
     assert made.scheduler.counters.num_shifts == 2
     assert [tiny.content(c) for c in tiny.run(made, prompts, params)] == alone
     assert made.scheduler.counters.num_parks > 0
+    choices = SamplingParams(n=6, max_tokens=12, temperature=0.9, seed=7, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    together = made.submit_group(prompts[1], choices).result()
+    each = [made.submit(prompts[1], replace(choices, n=1), choice=choice).result() for choice in range(6)]
+    assert list(map(tiny.content, together)) == list(map(tiny.content, each))
+    assert made.scheduler.counters.num_forks == 5
 with tiny.engine(**ENGINE, debug__park_every=3, debug__copy_delay_steps=1, transfer__mode="hold") as made:
     assert [tiny.content(c) for c in tiny.run(made, prompts, params)] == alone
     counters = made.scheduler.counters

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv.forking import copy_forks, copy_recipes
+from jaxkv.forking import Copier, copy_forks, copy_recipes
 from jaxkv.models import Checkpoint
 from jaxkv.page_programs import checksum, transfer_recipes
-from jaxkv.pool import PoolArrays, PoolLayout, allocate, pool_sharding
+from jaxkv.pool import PoolArrays, PoolHolder, PoolLayout, allocate, pool_sharding
 from jaxkv.programs import (
     HEAD_TILE,
     Program,
@@ -26,7 +26,7 @@ from jaxkv.programs import (
     step_recipes,
     take_apart,
 )
-from jaxkv.scheduler import Fork
+from jaxkv.scheduler import Fork, PrefillChunk
 from jaxkv.transfer import host_sharding
 from tests.cpu.checkpoints import LLAMA, load, one_device
 
@@ -83,7 +83,7 @@ def test_the_pool_is_donated_and_updated_in_place(checkpoint: Checkpoint, compil
         "prefill": lambda pool: (weights, pool, prefill),
         "scatter": lambda pool: (pool, moved, ids),
         "rotate": lambda pool: (pool, sixteen, sixteen, np.int32(-4)),
-        "copy": lambda pool: (pool, ids, ids[::-1].copy()),
+        "copy": lambda pool: (pool, np.stack([ids, ids[::-1], ids, ids])),
     }
     for name, arguments in runs.items():
         before, places = pool, [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pool)]
@@ -229,9 +229,11 @@ def test_forks_copy_whole_pages_and_touch_no_other(checkpoint: Checkpoint) -> No
     rng = np.random.default_rng(0)
     before = [tuple(rng.integers(0, 60_000, (SMALL + 1, *shape.page_shape)).astype(shape.storage) for _ in range(2)) for _ in range(3)]
     forks = [Fork(seq_id, 0, source, page) for seq_id, (source, page) in enumerate([(3, 5), (3, 1), (3, 16), (7, 2), (3, 9)])]
-    pool = copy_forks(program.run, [(jnp.array(k), jnp.array(v)) for k, v in before], forks, SMALL)
+    chunk = PrefillChunk(9, 0, 0, 3, True, forks=tuple(forks))
+    pool = PoolHolder([(jnp.array(k), jnp.array(v)) for k, v in before])
+    copy_forks(Copier(is_near=False, run=program.run, layout=shape), pool, chunk)
     expected = np.arange(SMALL + 1)
     expected[[5, 1, 16, 2, 9]] = [3, 3, 3, 7, 3]
-    for layer, found in zip(before, pool, strict=True):
+    for layer, found in zip(before, pool.arrays, strict=True):
         for pages, now in zip(layer, found, strict=True):
             np.testing.assert_array_equal(np.asarray(now), pages[expected])

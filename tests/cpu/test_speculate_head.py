@@ -103,6 +103,17 @@ def test_every_request_equals_itself_alone_without_a_guess(made: Engine, expecte
     assert made.stats.num_draft_tokens_accepted > before + 5
 
 
+def test_choices_begin_together_with_what_the_head_has_seen_and_say_what_they_say_one_by_one(made: Engine) -> None:
+    """Six of which two have no row when the first token of all is drawn."""
+    reset(made)
+    prompt, params = tiny.prompt(45), SamplingParams(n=6, max_tokens=12, temperature=0.9, seed=5, ignore_eos=True)
+    together = [done.token_ids for done in made.submit_group(prompt, params).result()]
+    tiny.settle(made)
+    assert made.scheduler.counters.num_forks == 5
+    assert together == [made.submit(prompt, replace(params, n=1), choice=choice).result().token_ids for choice in range(6)]
+    tiny.settle(made)
+
+
 def test_a_park_in_the_midst_of_a_prompt_keeps_what_the_head_has_seen_of_it(made: Engine) -> None:
     prompt = tiny.prompt(40)
     wish = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

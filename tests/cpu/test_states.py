@@ -118,16 +118,41 @@ def test_a_damaged_state_is_computed_again(made: Engine, expected: list[Any]) ->
     assert (counters.num_parks_copied, counters.num_restores_replayed) == (1, 1)
 
 
-def test_the_choices_of_a_group_compute_their_prompt_each(made: Engine) -> None:
+def choices_apart(made: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
+    """What each choice says as a request of its own."""
+    handles = [made.submit(prompt, replace(params, n=1), choice=choice) for choice in range(params.n)]
+    return [tiny.content(handle.result()) for handle in handles]
+
+
+def test_the_choices_of_a_group_go_on_from_one_state_that_is_copied_for_each(made: Engine) -> None:
     reset(made)
-    params = SamplingParams(n=3, max_tokens=8, temperature=0.9, seed=5, ignore_eos=True)
-    for length in (3, 21):  # within the first page, and beyond
+    params = SamplingParams(n=3, max_tokens=8, temperature=0.9, seed=5, ignore_eos=True, logprobs=2)
+    for length in (3, 8, 17):  # within the first page, at the end of a page and a chunk, and beyond
         group = made.submit_group(tiny.prompt(length), params)
-        together = [done.token_ids for done in group.result()]
-        apart = [made.submit(tiny.prompt(length), replace(params, n=1), choice=choice).result().token_ids for choice in range(3)]
-        assert together == apart
+        together = [tiny.content(done) for done in group.result()]
+        assert together == choices_apart(made, tiny.prompt(length), params)
     tiny.settle(made)
-    assert (made.scheduler.counters.cached_tokens, made.scheduler.counters.num_forks) == (0, 0)
+    num_shared = 2 * (0 + 4 + 16) if made.parts.layout.num_layers else 0
+    assert (made.scheduler.counters.cached_tokens, made.scheduler.counters.num_forks) == (num_shared, 6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"park_every": 2}, {"park_every": 3, "host_budget_bytes": 0}, {"park_seed": 3}], ids=str)
+def test_a_group_larger_than_the_rows_has_its_first_tokens_at_once_and_says_what_each_says_alone(
+    made: Engine, changes: dict[str, Any]
+) -> None:
+    reset(made)
+    params = SamplingParams(n=6, max_tokens=9, temperature=0.9, seed=8, ignore_eos=True, logprobs=2)
+    expected = choices_apart(made, tiny.prompt(7), params)
+    tiny.settle(made)
+    reset(made, **changes)
+    group = made.submit_group(tiny.prompt(7), params)
+    if not changes:
+        tiny.step_to(made, group.choices[0], 1)
+        assert [len(handle.token_ids) for handle in group.choices] == [1] * 6
+    assert [tiny.content(done) for done in group.result()] == expected
+    tiny.settle(made)
+    assert made.scheduler.counters.num_forks >= 3
+    assert bool(made.scheduler.counters.num_parks) == bool(changes)
 
 
 def test_the_state_counts_in_images_and_copies_in_the_pools_bytes_and_the_budget(made: Engine) -> None:

@@ -34,6 +34,8 @@ def test_every_request_equals_itself_alone(made: Engine, expected: list[Any], ch
 
 
 MESH = """
+from dataclasses import replace
+from jaxkv.request import SamplingParams
 from tests.cpu import tiny
 from tests.cpu.test_states import requests
 
@@ -49,6 +51,11 @@ with tiny.engine(**ENGINE) as made:
     assert any(one.split is not None for layer in parts.layout.states for one in layer)
     alone = [tiny.content(c) for c in tiny.alone(made, *requests())]
     assert [tiny.content(c) for c in tiny.run(made, *requests())] == alone
+    choices = SamplingParams(n=5, max_tokens=9, temperature=0.9, seed=7, ignore_eos=True, logprobs=2)
+    together = made.submit_group(tiny.prompt(21), choices).result()
+    each = [made.submit(tiny.prompt(21), replace(choices, n=1), choice=choice).result() for choice in range(5)]
+    assert list(map(tiny.content, together)) == list(map(tiny.content, each))
+    assert made.scheduler.counters.num_forks == 4
 for fields in (dict(debug__park_every=3), dict(debug__park_every=3, transfer__mode="staged")):
     with tiny.engine(**ENGINE, **fields) as made:
         assert [tiny.content(c) for c in tiny.run(made, *requests())] == alone

@@ -117,8 +117,10 @@ class Crowd:
         self.moods = random.Random(f"patience {rng.getstate()}")  # leaves the other draws as they are
         self.patience = self.moods.choice([0, 0.9, 1, 1])
         self.shift_rate = rng.choice([0, 0, 0.2, 0.8])
+        self.group_sizes: list[int] | None = None  # None: as `shares` says
         if job.scheduler.config.state_bytes:
             self.shares, self.shift_rate = self.shares and job.scheduler.config.num_snapshots > 0, 0
+            self.group_sizes = None if self.shares else self.moods.choice([[1], [1, 1, 2, 3, 5]])
         if job.scheduler.config.near_pages:
             self.shift_rate = 0
 
@@ -133,7 +135,7 @@ class Crowd:
         if prompt_len > longest:
             self.job.add_too_long(prompt_len)
             return
-        num = rng.choice([1, 1, 1, 2, 3]) if self.shares else 1
+        num = self.moods.choice(self.group_sizes) if self.group_sizes else rng.choice([1, 1, 1, 2, 3]) if self.shares else 1
         group = self.num_added if num > 1 else None
         more: dict[str, Any] = {"group": group, "priority": rng.choice(self.priorities), "keeps_prefix": rng.random() < 0.7}
         more["is_patient"] = self.moods.random() < self.patience

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import ContextShift, Fork, Outcome, PrefillChunk, Scheduler, SchedulerConfig, State, TableUpdate
-from jaxkv.scheduler.fake_runner import FakeLoop
+from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
 from jaxkv.scheduler.ledger import PageLedger
+from jaxkv.scheduler.room import ends_now
 
 KEYS = ("a", "b")
 
@@ -75,10 +76,130 @@ def test_without_a_group_or_a_name_for_each_full_page_everybody_computes_the_end
     assert job.tokens == {0: 20, 1: 20, 2: 20}
 
 
-def test_those_without_a_row_come_later_and_begin_with_the_first_of_them() -> None:
+def ends_of_prompts(job: FakeLoop) -> list[tuple[int, bool, tuple[int, ...]]]:
+    """Whose chunk ended its prompt, whether it drew a first token, and for whom else, while the whole job runs to its end."""
+    found = []
+    while not job.scheduler.is_idle:
+        chunk = job.step().prefill
+        if chunk and chunk.start + chunk.length == 40:
+            found.append((chunk.seq_id, chunk.is_last and not chunk.is_replay, chunk.seq_ids[1:]))
+    return found
+
+
+def test_those_without_a_row_have_their_first_token_at_once_and_compute_the_end_of_their_prompt_later() -> None:
     job = FakeLoop(config(32, rows=2))
-    group_of(4, job, keeps_prefix=True)
-    assert begun(job) == [(0, (1,)), (2, (3,))]
+    group_of(4, job)
+    job.step()
+    chunk = job.step().prefill
+    assert chunk == PrefillChunk(0, 0, 32, 8, True, forks=(Fork(1, 1, source=5, page=4),), draws=(2, 3))
+    assert job.tokens == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert [job.scheduler.state(seq_id) for seq_id in (2, 3)] == [State.WAITING] * 2
+    assert ends_of_prompts(job) == [(2, False, ()), (3, False, ())]
+    assert job.tokens == {0: 20, 1: 20, 2: 20, 3: 20}
+    assert job.scheduler.counters.num_forks == 3
+
+
+def test_answers_of_one_token_end_in_the_line_without_ever_having_a_row() -> None:
+    job = FakeLoop(config(3, rows=1))
+    group_of(9, job, answer=1)
+    job.step()
+    job.step()
+    assert job.scheduler.is_idle
+    assert (job.tokens, job.noted("admit")) == (dict.fromkeys(range(9), 1), [0])
+    assert set(job.ends.values()) == {State.FINISHED}
+
+
+def test_a_chunk_draws_sixteen_first_tokens_and_the_next_to_end_its_prompt_draws_those_beyond() -> None:
+    job = FakeLoop(config(64, rows=2))
+    group_of(20, job, answer=3)
+    assert ends_of_prompts(job) == [
+        (0, True, tuple(range(1, 16))),
+        *((seq_id, False, ()) for seq_id in range(2, 16)),
+        (16, True, (17, 18, 19)),
+        *((seq_id, False, ()) for seq_id in range(17, 20)),
+    ]
+    assert job.tokens == dict.fromkeys(range(20), 3)
+
+
+def test_with_more_rows_than_that_a_chunk_draws_as_many_as_there_are_rows() -> None:
+    job = FakeLoop(config(128, rows=18))
+    group_of(20, job, answer=3)
+    assert ends_of_prompts(job)[0] == (0, True, tuple(range(1, 18)))
+
+
+def test_without_a_page_for_the_copy_a_choice_draws_its_first_token_all_the_same() -> None:
+    """Five pages: 0 has two for its first chunk and one for the second, 1 found both of the first when it came in, and 2 the fifth."""
+    job = FakeLoop(config(5, rows=3, prefill_chunk=16))
+    group_of(3, job, answer=4)
+    drawn = [
+        plan.prefill.seq_ids
+        for plan in iter(lambda: None if job.scheduler.is_idle else job.step(), None)
+        if plan.prefill and plan.prefill.is_last
+    ]
+    assert drawn[0] == (0, 1, 2)
+    assert job.tokens == {0: 4, 1: 4, 2: 4}
+
+
+def test_one_that_an_operator_holds_says_nothing_before_it_is_released() -> None:
+    job = FakeLoop(config(32), delay=lambda chunk: 3)
+    group_of(3, job)
+    job.step()
+    job.scheduler.hold(0)
+    job.run(until=lambda: job.tokens[1] == 4)
+    assert job.tokens == {0: 0, 1: 4, 2: 4}
+    job.scheduler.release(0)
+    job.run()
+    assert job.tokens == {0: 20, 1: 20, 2: 20}
+
+
+def drawn_ahead(**changes: Any) -> FakeLoop:
+    """Of three with two rows the last has its first token, and no row."""
+    job = FakeLoop(config(12, rows=2, prefill_chunk=4, **changes), delay=lambda chunk: 2)
+    group_of(3, job)
+    job.run(until=lambda: job.tokens[2] == 1)
+    assert job.scheduler.state(2) is State.WAITING
+    return job
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("does", ["park", "replay", "recover"])
+def test_one_that_drew_its_token_ahead_may_be_moved_about_before_its_prompt_is_computed(does: str, budget: int | None) -> None:
+    job = drawn_ahead(host_budget_bytes=budget)
+    if does == "recover":
+        job.recover()
+    job.run(until=lambda: job.scheduler.state(2) is State.PREFILLING and job.num_cells(2) == 36)
+    {"park": job.scheduler.park, "replay": job.replay, "recover": lambda _: job.recover()}[does](2)
+    job.run()
+    assert (job.tokens, all_finished(job.ends)) == ({0: 20, 1: 20, 2: 20}, True)
+
+
+def test_one_that_drew_its_token_ahead_may_leave_the_line() -> None:
+    job = drawn_ahead()
+    assert job.cancel(2) == ""
+    job.run()
+    assert (job.tokens, job.ends[2]) == ({0: 20, 1: 20, 2: 1}, State.CANCELLED)
+
+
+def test_the_step_that_computes_the_prompt_of_one_that_drew_ahead_is_not_its_last() -> None:
+    """With two tokens to make it is one from its end, but the chunk makes none: it may be parked in that step."""
+    job = FakeLoop(config(12, rows=1))
+    group_of(2, job, answer=2)
+    job.run(until=lambda: job.scheduler.state(1) is State.PREFILLING)
+    (view,) = job.scheduler.snapshot().sequences
+    assert (view.num_generated, view.limit, view.num_cells) == (1, 2, 32)
+    seq = job.scheduler._books.sequences[1]
+    assert not ends_now(job.scheduler._books, seq)
+    job.run()
+    assert job.tokens == {0: 2, 1: 2}
+
+
+def test_a_group_shares_one_line_of_those_that_live() -> None:
+    job = FakeLoop(config(32))
+    group_of(3, job)
+    job.cancel(1)
+    assert [seq.seq_id for seq in job.scheduler._books.groups[0]] == [0, 2]
+    job.run()
+    assert job.scheduler._books.groups == {}
 
 
 def test_while_the_first_is_parked_the_next_takes_the_others_along() -> None:
@@ -86,8 +207,12 @@ def test_while_the_first_is_parked_the_next_takes_the_others_along() -> None:
     group_of(3, job)
     job.step()
     job.scheduler.park(0)
-    assert begun(job) == [(1, (2,))]
+    job.run(until=lambda: job.tokens[2] == 1)
+    assert job.tokens[0] == 1
+    assert job.scheduler.is_away(0)
+    job.run()
     assert job.tokens == {0: 20, 1: 20, 2: 20}
+    assert job.scheduler.counters.num_forks == 2
 
 
 def test_one_whose_image_is_not_verified_yet_begins_alone() -> None:

@@ -16,7 +16,7 @@ from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
 
 FOLDER = Path(jaxkv.scheduler.__file__).parent.resolve()
 FILES = ("room", "returns", "copies", "build", "commit", "ledger", "images", "replay", "prefix", "forced", "way", "lines", "scheduler")
-SPARED = {str(FOLDER / name) for name in ("recover.py", "check.py", "fake_runner.py", "views.py")}
+SPARED = {str(FOLDER / name) for name in ("recover.py", "check.py", "fake_runner.py", "views.py", "plan.py")}  # a runner reads plans too
 
 
 class Bomb(Exception):
@@ -80,10 +80,12 @@ def run_broken(seed: int) -> Counter[str]:
     delays = [rng.randint(0, rng.choice([0, 1, 5])) for _ in range(31)]
     job = FakeLoop(settings, delay=lambda chunk: delays[(chunk.seq_id + 3 * chunk.epoch + chunk.index) % 31])
     job.overlap = seed % 2 == 1
+    prompt_len, keys, group = 0, tuple[str, ...](), 0
     for seq_id in range(6):
-        prompt_len = rng.randint(1, 20)
-        keys = tuple(f"k{index}" for index in range((prompt_len - 1) // 2)) if rng.random() < 0.5 else ()
-        job.add(seq_id, prompt_len, rng.randint(1, 12), page_keys=keys, priority=rng.choice([0, 0, 0, -1]))
+        if not seq_id or rng.random() < 0.6:  # else one more choice of the same request
+            prompt_len, group = rng.randint(1, 20), seq_id
+            keys = tuple(f"k{index}" for index in range((prompt_len - 1) // 2)) if rng.random() < 0.5 else ()
+        job.add(seq_id, prompt_len, rng.randint(1, 12), page_keys=keys, group=group, priority=rng.choice([0, 0, 0, -1]))
     broken: Counter[str] = Counter()
     for _ in range(3000):
         if job.scheduler.is_idle and not job.unread:
@@ -107,6 +109,24 @@ def test_a_step_may_break_off_at_any_line_of_the_scheduler() -> None:
         except AssertionError as error:
             raise AssertionError(f"run_broken({seed}): {error}") from error
     assert {f"{name}.py" for name in FILES} <= broken.keys(), broken
+
+
+@pytest.mark.parametrize("name", ["fork", "commit", "ledger", "prefix"])
+@pytest.mark.parametrize("state_bytes", [0, 8])
+def test_a_step_in_which_choices_begin_may_break_off_at_any_line(name: str, state_bytes: int) -> None:
+    """Three have a row and begin, the fourth and the fifth only draw their first token."""
+    for line in range(1, 1000):
+        job = FakeLoop(config(16, state_bytes=state_bytes))
+        for seq_id in range(5):
+            job.add(seq_id, 7, 4, page_keys=() if state_bytes else ("a", "b", "c"), group=0)
+        job.step()
+        if step(job, line, name) is None:
+            assert line > 4
+            return
+        job.run()
+        assert job.tokens == dict.fromkeys(range(5), 4)
+        assert all_finished(job.ends)
+    raise AssertionError("the step has no end")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv.scheduler import SchedulerConfig, State
+from jaxkv.scheduler import Fork, SchedulerConfig, State
 from jaxkv.scheduler.fake_runner import FakeLoop
 from jaxkv.scheduler.images import HostLedger, Span, cut, state_span
 from jaxkv.scheduler.scheduler import Scheduler
@@ -139,13 +139,13 @@ def test_a_model_of_states_alone_parks_for_a_more_urgent_one_and_its_image_is_th
     assert job.tokens == {0: 20, 1: 20, 2: 3}
 
 
-def test_choices_of_a_group_each_compute_their_prompt_whatever_its_length() -> None:
+def test_choices_of_a_group_begin_together_whatever_the_length_of_their_prompt() -> None:
     for prompt_len in (1, 6):
         job = loop()
         for seq_id in (0, 1):
             job.add(seq_id, prompt_len, 3, group=7)
         job.run()
-        assert job.tokens == {0: 3, 1: 3} and job.scheduler.counters.num_forks == 0
+        assert job.tokens == {0: 3, 1: 3} and job.scheduler.counters.num_forks == 1
 
 
 def test_no_pages_without_a_state_and_no_keys_with_one() -> None:
@@ -165,3 +165,36 @@ def test_the_check_finds_a_row_that_is_lost() -> None:
     scheduler._books.free_rows.pop()
     with pytest.raises(AssertionError, match="rows"):
         scheduler.check()
+
+
+@pytest.mark.parametrize("num_pages", [0, 16])
+def test_choices_begin_together_on_copies_of_one_state(num_pages: int) -> None:
+    """Prompt 7 in pages of 2: three full pages that all hold, and one that is copied; or only the state of row 0."""
+    job = loop(rows=4, num_pages=num_pages)
+    for seq_id in range(3):
+        job.add(seq_id, 7, 5, group=0)
+    job.step()
+    chunk = job.step().prefill
+    assert chunk is not None
+    if num_pages:
+        owners = job.scheduler.page_owners()
+        assert owners.count(0) == 4 and owners.count(1) == owners.count(2) == 1
+        assert [fork.row for fork in chunk.forks] == [1, 2]
+    else:
+        assert chunk.forks == (Fork(1, 1, None, None), Fork(2, 2, None, None))
+    assert job.tokens == {0: 1, 1: 1, 2: 1}
+    assert [row.seq_id for row in job.step().decode] == [0, 1, 2]
+    job.run()
+    assert (job.tokens, job.scheduler.counters.num_forks) == ({0: 5, 1: 5, 2: 5}, 2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"hold": True}, {"host_budget_bytes": 0}, {"park_every": 2}], ids=str)
+@pytest.mark.parametrize("num_pages", [0, 6])
+def test_choices_on_copies_of_one_state_leave_and_return_each_with_its_own(num_pages: int, changes: dict[str, Any]) -> None:
+    job = loop(2, rows=3, num_pages=num_pages, **{"park_every": 3, **changes})
+    for seq_id in range(5):
+        job.add(seq_id, 4, 7, group=0)
+    job.run()
+    assert job.tokens == dict.fromkeys(range(5), 7)
+    assert job.scheduler.counters.num_parks >= 5
+    assert job.scheduler.counters.num_forks == 4

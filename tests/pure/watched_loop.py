@@ -112,7 +112,7 @@ class WatchedLoop(FaultyLoop):
         assert all(view.row is None for view in views)
         line = sorted(views, key=lambda view: view.parked_since or 0.0)
         self.away = [view.seq_id for view in line if view.state in AWAY and not view.is_held]
-        lost = {view.seq_id for view in views if view.replay_to or not (view.num_generated or self.scheduler.image(view.seq_id))}
+        lost = {view.seq_id for view in views if view.replay_to or not (view.num_shifts or self.scheduler.image(view.seq_id))}
         self.num_dropped = Counter({seq_id: num for seq_id, num in self.num_dropped.items() if seq_id not in lost})
         self.waiting = {view.seq_id for view in views if view.state is State.WAITING}
         self.parked_with.clear()
