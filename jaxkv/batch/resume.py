@@ -22,6 +22,7 @@ _SETTINGS = {
     "model": ("path", "dtype", "weight_dtype", "max_len"),
     "pool": ("page_size", "kv_dtype"),
     "scheduler": ("rows", "prefill_chunk"),
+    "speculate": ("kind", "num_draft"),
     "mesh": ("tensor",),
 }
 

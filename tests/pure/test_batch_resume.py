@@ -138,6 +138,13 @@ def test_another_model_is_refused_even_when_nothing_is_missing(tmp_path: Path) -
         run(tmp_path, settings=config(scheduler__rows=4), make=lambda: FakeEngine(fingerprint="fp_other"))
 
 
+def test_speculation_is_part_of_the_job_even_when_nothing_is_missing(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("a"))
+    run(tmp_path)
+    with pytest.raises(ConfigError, match=r"the model or its settings \(speculate\.kind none, now ngram\)"):
+        run(tmp_path, settings=config(speculate__kind="ngram"), make=lambda: FakeEngine(fingerprint="fp_other"))
+
+
 def test_the_same_settings_with_another_fingerprint_are_refused_when_something_is_missing(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", line("a"), line("b", temperature=9))
     run(tmp_path)
