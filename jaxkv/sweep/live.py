@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from jaxkv.scheduler import Plan
 
 PER_RUN = ("request", "log", "run", "server", "workload", "simulate", "sweep")  # sections that an engine in use may change
-KEPT = ("rows", "prefill_chunk")  # fields of the scheduler section that programs are compiled for
+KEPT = ("rows", "prefill_chunk", "overlap")  # fields of the scheduler section that programs are compiled for, or that are the engine's
 POLICIES = tuple(sorted({field.name for field in fields(SchedulerConfig)} & set(SchedulerSection.model_fields) - set(KEPT)))
 DEBUG = ("planner", "park_every", "park_seed")  # of the debug section, what is the scheduler's
+DEBUG_KEPT = ("copy_delay_steps", "reject_drafts")  # and what is not
 MAX_NAP_S = 0.05
 WARM_UP_TOKENS = 16
 
@@ -82,7 +83,8 @@ def made_for(config: Config) -> dict[str, Any]:
     """What an engine was made for and cannot change."""
     found = {name: part for name, part in config.to_dict().items() if name not in PER_RUN and name not in ("scheduler", "debug")}
     found["scheduler"] = {name: getattr(config.scheduler, name) for name in KEPT}
-    return found | {"copy_delay_steps": config.debug.copy_delay_steps, "run": config.run.model_dump()}
+    found["debug"] = {name: getattr(config.debug, name) for name in DEBUG_KEPT}
+    return found | {"run": config.run.model_dump()}
 
 
 def renew(engine: Engine, config: Config) -> None:

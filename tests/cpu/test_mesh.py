@@ -176,6 +176,7 @@ def with_one_kv_head(folder: Path) -> Path:
     return copied
 
 
+@pytest.mark.slow
 def test_more_devices_than_kv_heads_have_each_head_several_times_park_exactly_and_say_so(run_python: Callable[..., str]) -> None:
     """The tokens are those of the reference, on four devices and two kv heads."""
     reference = f"""

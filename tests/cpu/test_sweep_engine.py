@@ -105,8 +105,10 @@ def test_every_policy_is_the_schedulers_own_or_takes_another_engine():
     config = tiny.config()
     assert set(live.POLICIES) | set(live.KEPT) | {"host_budget_mib"} == set(type(config.scheduler).model_fields)
     assert {"victim", "resume", "admission", "rotate"} < set(live.POLICIES)
-    aside = {"copy_delay_steps"}  # the transfer's
-    assert set(live.DEBUG) | aside == set(type(config.debug).model_fields)
+    assert set(live.DEBUG) | set(live.DEBUG_KEPT) == set(type(config.debug).model_fields)
+    assert live.made_for(config) != live.made_for(tiny.config(scheduler__overlap=True))
+    assert live.made_for(config) != live.made_for(tiny.config(debug__reject_drafts=True))
+    assert live.made_for(config) == live.made_for(tiny.config(scheduler__victim="largest"))
 
 
 def test_a_new_engine_is_warmed_up_and_nothing_of_it_is_in_the_figures(folder):

@@ -112,7 +112,7 @@ def test_a_step_may_break_off_at_any_line_of_the_scheduler() -> None:
 
 
 @pytest.mark.parametrize("name", ["fork", "commit", "ledger", "prefix"])
-@pytest.mark.parametrize("state_bytes", [0, 8])
+@pytest.mark.parametrize("state_bytes", [0, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_step_in_which_choices_begin_may_break_off_at_any_line(name: str, state_bytes: int) -> None:
     """Three have a row and begin, the fourth and the fifth only draw their first token."""
     for line in range(1, 1000):
