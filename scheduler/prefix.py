@@ -110,10 +110,11 @@ def num_in_use(books: Books, seq: Sequence, but_by: Collection[int] = ()) -> int
 
 
 def pages_to_move(books: Books) -> set[int]:
-    """Pages that a shift which is due moves or drops, and that would have to be copied or kept if another held them too."""
+    """Pages that a shift which is due, now or at the end of a replay or a return, moves or drops, and that would have to be copied or kept
+    if another held them too."""
     moving: set[int] = set()
     for seq in books.residents:
-        if seq.shift is not None and seq.is_full:
+        if seq.shift is not None and seq.whole_cells == seq.shift.context_len:
             beyond = seq.pages[seq.shift.n_keep // books.config.page_size :]
             moving.update(page for page in beyond if len(books.pages.holders(page)) == 1)
     return moving

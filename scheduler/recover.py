@@ -61,6 +61,8 @@ def drop_everything(books: Books, seq: Sequence, now: float) -> None:
     was_new = seq.state is State.WAITING
     begun = 0 if was_new else min(seq.made_cells, seq.prompt_len if seq.num_generated else seq.prompt_len - 1)
     forget_cells(seq, need(seq.prompt_len, seq.num_generated) if seq.num_generated > 1 else begun)
+    if seq.shift is not None:  # one that was only planned, or whose tokens are taken back, is to come
+        seq.num_shifts = min(seq.num_shifts, -(-max(0, seq.replay_to - seq.shift.context_len) // seq.shift.n_discard))
     seq.image, seq.image_pages = [], 0
     seq.copies_left.clear()
     seq.epoch += 1

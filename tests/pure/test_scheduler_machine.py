@@ -86,6 +86,8 @@ def test_many_random_runs_keep_every_promise() -> None:
         pytest.param(19629, id="a shift whose next token needs a page does not count the dropped one as free"),
         pytest.param(13833, id="a shift whose dropped pages others hold takes the next token's page at once"),
         pytest.param(23597, id="pages that another is about to move save nothing to one that comes in"),
+        pytest.param(201596, id="nor do those that a replay moves with its first step after it"),
+        pytest.param(202523, id="a shift whose token is taken back is still to come"),
     ],
 )
 def test_runs_that_once_broke_a_promise_keep_it(seed: int) -> None:
