@@ -13,7 +13,6 @@ from jaxkv.errors import ConfigError
 from jaxkv.live import Handle, Live
 from jaxkv.observe.programs import list_programs
 from jaxkv.request import Completion, SamplingParams
-from jaxkv.scheduler import Scheduler
 from jaxkv.speculate.speculation import NgramDrafter, Speculation
 from tests.cpu import tiny
 from tests.cpu.test_engine_constraints import give_bytes, prompts, speaking, wishes
@@ -79,8 +78,7 @@ def answers_of(completions: list[Completion]) -> Answers:
 
 def reset(made: Engine, drafter: Any = None, *, rejects: bool = False, **changes: Any) -> None:
     """The same engine with other guesses and other rules of who parks: the programs are the same."""
-    assert made.is_idle
-    made.scheduler = Scheduler(replace(made.parts.scheduler_config, **changes), on_drop=made.parts.transfer.discard)
+    tiny.renew(made, **changes)
     made.speculation = Speculation(drafter or NgramDrafter(), 1 + NUM_DRAFT, rejects=rejects)
 
 

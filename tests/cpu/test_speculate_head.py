@@ -11,7 +11,6 @@ import pytest
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
 from jaxkv.request import SamplingParams
-from jaxkv.scheduler import Scheduler
 from jaxkv.speculate.speculation import HeadSpeculation
 from tests.cpu import tiny
 from tests.cpu.checkpoints import FIXTURES, reference
@@ -31,8 +30,7 @@ def made(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def reset(made: Engine, *, rejects: bool = False, **changes: Any) -> None:
-    assert made.is_idle
-    made.scheduler = Scheduler(replace(made.parts.scheduler_config, **changes), on_drop=made.parts.transfer.discard)
+    tiny.renew(made, **changes)
     made.speculation = HeadSpeculation(1 + NUM_DRAFT, made.parts.layout.page_size, rejects=rejects)
 
 

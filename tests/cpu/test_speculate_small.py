@@ -10,7 +10,6 @@ from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
 from jaxkv.models import inspect_checkpoint
 from jaxkv.request import SamplingParams
-from jaxkv.scheduler import Scheduler
 from jaxkv.speculate.small import check_pair
 from jaxkv.speculate.small_speculation import SmallSpeculation
 from tests.cpu import tiny
@@ -29,8 +28,8 @@ def made(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def reset(made: Engine, *, rejects: bool = False, **changes: Any) -> None:
-    assert made.is_idle and made.parts.small is not None
-    made.scheduler = Scheduler(replace(made.parts.scheduler_config, **changes), on_drop=made.parts.transfer.discard)
+    assert made.parts.small is not None
+    tiny.renew(made, **changes)
     made.speculation = SmallSpeculation(made.parts.small, 1 + NUM_DRAFT, made.parts.shapes.chunk, rejects=rejects)
 
 

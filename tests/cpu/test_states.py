@@ -14,7 +14,6 @@ from jaxkv.errors import ConfigError, RequestError
 from jaxkv.pool import PoolLayout, StateArray
 from jaxkv.pool_size import check_staging, check_states
 from jaxkv.request import SamplingParams
-from jaxkv.scheduler import Scheduler
 from tests.cpu import averages, checkpoints, tiny
 
 LENGTHS = (5, 20, 8, 33, 13, 40)  # chunk is 8: below, across and at its edges
@@ -58,12 +57,6 @@ def expected(made: Engine) -> list[Any]:
     return answers
 
 
-def reset(made: Engine, **changes: Any) -> None:
-    """The same engine with other rules of who parks: the programs are the same."""
-    assert made.is_idle
-    made.scheduler = Scheduler(replace(made.parts.scheduler_config, **changes), on_drop=made.parts.transfer.discard)
-
-
 RULES = [
     pytest.param({}, 0, id="crowded"),
     pytest.param({"park_every": 1}, 100, id="parked at every token"),
@@ -75,7 +68,7 @@ RULES = [
 
 @pytest.mark.parametrize(("changes", "least_parks"), RULES)
 def test_every_request_equals_itself_alone(made: Engine, expected: list[Any], changes: dict[str, Any], least_parks: int) -> None:
-    reset(made, **changes)
+    tiny.renew(made, **changes)
     prompts, params = requests()
     assert list(map(tiny.content, tiny.run(made, prompts, params))) == expected
     assert list(map(tiny.content, tiny.run(made, prompts[::-1], params[::-1]))) == expected[::-1]
@@ -85,7 +78,7 @@ def test_every_request_equals_itself_alone(made: Engine, expected: list[Any], ch
 
 
 def test_a_fresh_sequence_in_a_used_row_sees_nothing_of_who_was_there(made: Engine, expected: list[Any]) -> None:
-    reset(made)
+    tiny.renew(made)
     prompts, params = requests()
     for num_steps in (1, 3, 9, 14):  # in its prompt, at its end, between tokens
         others = [made.submit(tiny.prompt(30, row), SamplingParams(max_tokens=30, ignore_eos=True)) for row in range(4)]
@@ -101,7 +94,7 @@ def test_a_fresh_sequence_in_a_used_row_sees_nothing_of_who_was_there(made: Engi
 
 
 def test_a_damaged_state_is_computed_again(made: Engine, expected: list[Any]) -> None:
-    reset(made)
+    tiny.renew(made)
     prompts, params = requests()
     handle = made.submit(prompts[3], params[3])
     tiny.step_to(made, handle, 6)
@@ -125,7 +118,7 @@ def choices_apart(made: Engine, prompt: list[int], params: SamplingParams) -> li
 
 
 def test_the_choices_of_a_group_go_on_from_one_state_that_is_copied_for_each(made: Engine) -> None:
-    reset(made)
+    tiny.renew(made)
     params = SamplingParams(n=3, max_tokens=8, temperature=0.9, seed=5, ignore_eos=True, logprobs=2)
     for length in (3, 8, 17):  # within the first page, at the end of a page and a chunk, and beyond
         group = made.submit_group(tiny.prompt(length), params)
@@ -140,11 +133,11 @@ def test_the_choices_of_a_group_go_on_from_one_state_that_is_copied_for_each(mad
 def test_a_group_larger_than_the_rows_has_its_first_tokens_at_once_and_says_what_each_says_alone(
     made: Engine, changes: dict[str, Any]
 ) -> None:
-    reset(made)
+    tiny.renew(made)
     params = SamplingParams(n=6, max_tokens=9, temperature=0.9, seed=8, ignore_eos=True, logprobs=2)
     expected = choices_apart(made, tiny.prompt(7), params)
     tiny.settle(made)
-    reset(made, **changes)
+    tiny.renew(made, **changes)
     group = made.submit_group(tiny.prompt(7), params)
     if not changes:
         tiny.step_to(made, group.choices[0], 1)
@@ -156,7 +149,7 @@ def test_a_group_larger_than_the_rows_has_its_first_tokens_at_once_and_says_what
 
 
 def test_the_state_counts_in_images_and_copies_in_the_pools_bytes_and_the_budget(made: Engine) -> None:
-    reset(made)
+    tiny.renew(made)
     parts, is_pure = made.parts, not made.parts.layout.num_layers
     num_layers, is_half = 2, "bfloat16" in made.messages[0]
     state_bytes = num_layers * (3 * 8 * (2 if is_half else 4) + 8 * 4 * 4)
@@ -198,10 +191,10 @@ def test_a_model_of_states_alone_has_room_for_all_its_rows_and_is_not_calibrated
 
 
 def test_more_requests_than_rows_wait_for_a_row_and_a_more_urgent_one_parks_another(made: Engine) -> None:
-    reset(made)
+    tiny.renew(made)
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
     expected = [tiny.run(made, [tiny.prompt(7, seed)], [params])[0].token_ids for seed in range(5)]
-    reset(made)
+    tiny.renew(made)
     handles = [made.submit(tiny.prompt(7, seed), replace(params, priority=1)) for seed in range(4)]
     for _ in range(7):
         made.step()

@@ -10,7 +10,7 @@ from jaxkv.engine import Engine
 from jaxkv.pool_size import plan_layout, size_pool
 from jaxkv.programs import Shapes
 from jaxkv.request import SamplingParams
-from jaxkv.scheduler import Scheduler, State
+from jaxkv.scheduler import State
 from jaxkv.startup import outline
 from tests import exactness
 from tests.cpu import checkpoints, tiny
@@ -42,10 +42,8 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def reset(made: Engine, **changes: Any) -> None:
-    """The same engine with other rules, in 12 of its pages unless told otherwise: the programs are the same."""
-    assert made.is_idle
-    settings = replace(made.parts.scheduler_config, **{"num_pages": 12, **changes})
-    made.scheduler = Scheduler(settings, on_drop=made.parts.transfer.discard)
+    """Other rules, in 12 of its pages unless told otherwise."""
+    tiny.renew(made, **{"num_pages": 12, **changes})
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from jaxkv.engine import Engine
 from jaxkv.errors import RequestError
 from jaxkv.pool_size import size_pool
 from jaxkv.request import SamplingParams
-from jaxkv.scheduler import Scheduler, State
+from jaxkv.scheduler import State
 from jaxkv.startup import outline
 from tests import exactness
 from tests.cpu import checkpoints, tiny
@@ -56,19 +56,13 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.fixture(scope="module")
 def expected(name: str, made: Engine) -> list[Any]:
     """What each says alone; and where all layers have one table, since as many pages of their own would save nothing, it says the same."""
-    reset(made)
+    tiny.renew(made)
     answers = list(map(tiny.content, tiny.alone(made, *requests())))
     if name != QUICK:  # one more engine to start
         with tiny.engine(**fields(name), pool__tokens=108) as shared:
             assert (shared.parts.layout.near, shared.system_fingerprint) == ((), made.system_fingerprint)
             assert list(map(tiny.content, tiny.alone(shared, *requests()))) == answers
     return answers
-
-
-def reset(made: Engine, **changes: Any) -> None:
-    """The same engine with other rules: the programs are the same."""
-    assert made.is_idle
-    made.scheduler = Scheduler(replace(made.parts.scheduler_config, **changes), on_drop=made.parts.transfer.discard)
 
 
 RULES = [
@@ -81,7 +75,7 @@ RULES = [
 
 @pytest.mark.parametrize(("changes", "least_parks"), RULES)
 def test_every_request_equals_itself_with_one_table(made: Engine, expected: list[Any], changes: dict[str, Any], least_parks: int) -> None:
-    reset(made, **changes)
+    tiny.renew(made, **changes)
     prompts, params = requests()
     assert list(map(tiny.content, tiny.run(made, prompts, params))) == expected
     assert list(map(tiny.content, tiny.run(made, prompts[::-1], params[::-1]))) == expected[::-1]
@@ -89,12 +83,12 @@ def test_every_request_equals_itself_with_one_table(made: Engine, expected: list
 
 
 def test_a_park_before_any_step_changes_nothing(made: Engine) -> None:
-    reset(made)
+    tiny.renew(made)
     exactness.a_park_at_any_step_changes_nothing(made, every=4)
 
 
 def test_layers_with_a_window_hold_and_park_the_pages_of_that_window(made: Engine, expected: list[Any]) -> None:
-    reset(made)
+    tiny.renew(made)
     parts, (prompts, params) = made.parts, requests()
     layout = parts.layout
     assert (layout.near_pages, layout.near_window, len(layout.near)) == (28, 16, 2 if "linear" in made.config.model.path else 3)
@@ -114,20 +108,20 @@ def test_layers_with_a_window_hold_and_park_the_pages_of_that_window(made: Engin
 
 
 def test_a_prompt_is_found_where_the_pages_of_both_kinds_are_there(made: Engine, expected: list[Any]) -> None:
-    reset(made)
+    tiny.renew(made)
     prompts, params = requests()
     for cached in (0, 76, 76):
         before = made.scheduler.counters.cached_tokens
         assert tiny.content(tiny.run(made, [prompts[3]], [params[3]])[0]) == expected[3]
         assert made.scheduler.counters.cached_tokens - before == cached
-    reset(made, near_pages=28, rows=4)
+    tiny.renew(made, near_pages=28, rows=4)
     assert tiny.content(tiny.run(made, [prompts[3]], [params[3]])[0]) == expected[3]
 
 
 @pytest.mark.parametrize("num", [3, 6])
 def test_the_choices_of_a_group_are_those_that_come_one_by_one(made: Engine, num: int) -> None:
     """Of six two have no row when the first token of all is drawn."""
-    reset(made)
+    tiny.renew(made)
     params = SamplingParams(n=num, max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
     together = [done.token_ids for done in made.submit_group(tiny.prompt(45), params).result()]
     tiny.settle(made)

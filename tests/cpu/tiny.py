@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxkv.config import Config
 from jaxkv.engine import Engine
 from jaxkv.live import Handle
 from jaxkv.request import Completion, SamplingParams
+from jaxkv.scheduler import Scheduler
 from jaxkv.transfer import HostChunk
 
 LLAMA = Path(__file__).parent.parent / "fixtures" / "llama"
@@ -50,6 +52,12 @@ def engine(**fields: Any) -> Iterator[Engine]:
         assert snapshot.num_pages_free == snapshot.num_pages
         assert snapshot.host_bytes == 0
         assert made.num_compiles_after_warmup == 0
+
+
+def renew(made: Engine, **changes: Any) -> None:
+    """The same engine with other rules of its scheduler: the programs are the same."""
+    assert made.is_idle
+    made.scheduler = Scheduler(replace(made.parts.scheduler_config, **changes), on_drop=made.parts.transfer.discard)
 
 
 def settle(made: Engine) -> None:

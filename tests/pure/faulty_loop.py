@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.scheduler import Chunk, DecodeRow, Fork, Outcome, Plan, PrefillChunk, Scheduler, SchedulerConfig, Shift, TableUpdate
-from jaxkv.scheduler.fake_runner import Copy, FakeLoop, FakeRunner
+from jaxkv.scheduler.fake_loop import FakeLoop
+from jaxkv.scheduler.fake_runner import Copy, FakeRunner
 
 FAULTS = ("failed", "hung", "unsent", "damaged", "broken", "uncommitted")
 Key = tuple[int, int, int]

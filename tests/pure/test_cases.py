@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import SchedulerConfig
-from jaxkv.scheduler.fake_runner import FakeLoop
+from jaxkv.scheduler.fake_loop import FakeLoop
 
 TESTS = Path(__file__).parents[1]
 CASES = "pure/test_scheduler_cases.py"

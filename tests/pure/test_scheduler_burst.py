@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import Scheduler, SchedulerConfig, State
-from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
+from jaxkv.scheduler.fake_loop import FakeLoop, all_finished
 
 CONFIG: dict[str, Any] = {"rows": 4, "num_pages": 400, "page_size": 1, "prefill_chunk": 8, "max_len": 1000, "chunk_bytes": 16}
 

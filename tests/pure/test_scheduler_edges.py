@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.scheduler import SchedulerConfig, State
 from jaxkv.scheduler.books import Books
-from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
+from jaxkv.scheduler.fake_loop import FakeLoop, all_finished
 from jaxkv.scheduler.room import may_leave
 from jaxkv.scheduler.sequence import Sequence
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import ContextShift, Fork, Outcome, PrefillChunk, Scheduler, SchedulerConfig, State, TableUpdate
-from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
+from jaxkv.scheduler.fake_loop import FakeLoop, all_finished
 from jaxkv.scheduler.ledger import PageLedger
 from jaxkv.scheduler.room import ends_now
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxkv.scheduler import SchedulerConfig, State
-from jaxkv.scheduler.fake_runner import FakeLoop
+from jaxkv.scheduler.fake_loop import FakeLoop
 
 SMALL = SchedulerConfig(rows=2, num_pages=64, page_size=4, prefill_chunk=8, max_len=256, chunk_pages=4, chunk_bytes=1, margin_steps=2)
 

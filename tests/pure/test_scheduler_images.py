@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import Outcome, Scheduler, SchedulerConfig, State
-from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
+from jaxkv.scheduler.fake_loop import FakeLoop, all_finished
 
 
 def config(**changes: Any) -> SchedulerConfig:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import BadShift, ContextShift, Scheduler, SchedulerConfig, State
-from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
+from jaxkv.scheduler.fake_loop import FakeLoop, all_finished
 from jaxkv.scheduler.images import HostLedger, Span, cut, near_spans
 
 # Window 5 in pages of 2, chunks of 4: a row holds at most 6 pages of the layers with a window

@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv.config.fields import all_fields
 from jaxkv.scheduler import VICTIMS, SchedulerConfig, policies
-from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
+from jaxkv.scheduler.fake_loop import FakeLoop, all_finished
 from jaxkv.scheduler.policies import RETURNS, Applicant
 from jaxkv.scheduler.returns import LOOK_AHEAD
 

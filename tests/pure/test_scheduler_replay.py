@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import Plan, SchedulerConfig, State
-from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
+from jaxkv.scheduler.fake_loop import FakeLoop, all_finished
 
 
 def config(num_pages: int, **changes: Any) -> SchedulerConfig:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import Scheduler, SchedulerConfig, State
-from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
+from jaxkv.scheduler.fake_loop import FakeLoop, all_finished
 from jaxkv.scheduler.ledger import PageLedger
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import BadShift, ContextShift, DoesNotFit, Scheduler, SchedulerConfig, Shift, State, TableUpdate, whole_pages
-from jaxkv.scheduler.fake_runner import FakeLoop
+from jaxkv.scheduler.fake_loop import FakeLoop
 
 
 def config(num_pages: int, **changes: Any) -> SchedulerConfig:

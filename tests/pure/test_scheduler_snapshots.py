@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import Scheduler, SchedulerConfig, State
-from jaxkv.scheduler.fake_runner import FakeLoop
+from jaxkv.scheduler.fake_loop import FakeLoop
 from jaxkv.scheduler.snapshots import SnapshotLedger
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxkv.scheduler import Fork, SchedulerConfig, State
-from jaxkv.scheduler.fake_runner import FakeLoop
+from jaxkv.scheduler.fake_loop import FakeLoop
 from jaxkv.scheduler.images import HostLedger, Span, cut, state_span
 from jaxkv.scheduler.scheduler import Scheduler
 

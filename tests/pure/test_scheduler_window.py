@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxkv.scheduler import DoesNotFit, Plan, Scheduler, SchedulerConfig, State, pool_cells
-from jaxkv.scheduler.fake_runner import FakeLoop, all_finished
+from jaxkv.scheduler.fake_loop import FakeLoop, all_finished
 from jaxkv.scheduler.images import Span, cut
 from tests.pure.windows import longest_answer, longest_prompt
 

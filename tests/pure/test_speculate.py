@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jaxkv.scheduler import SchedulerConfig
-from jaxkv.scheduler.fake_runner import FakeLoop
+from jaxkv.scheduler.fake_loop import FakeLoop
 from jaxkv.speculate.ngram import LONGEST, Lookup
 from tests.pure.random_runs import run_seed
 
