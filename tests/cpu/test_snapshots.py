@@ -12,7 +12,7 @@ from jaxkv.recover import restart_pool
 from jaxkv.request import SamplingParams
 from tests.cpu import averages, tiny
 from tests.cpu.checkpoints import FIXTURES
-from tests.cpu.test_states import HYBRID, PURE, reset
+from tests.cpu.test_states import HYBRID, PURE
 
 ENGINES: dict[str, dict[str, Any]] = {
     "hybrid float32 direct": {},
@@ -52,7 +52,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.fixture(scope="module")
 def expected(made: Engine) -> list[Any]:
     """What each says alone, when it computes its whole prompt."""
-    reset(made)
+    tiny.renew(made)
     prompts, params = requests()
     answers = list(map(tiny.content, tiny.alone(made, prompts, [replace(p, cache_prompt=False) for p in params])))
     assert (made.scheduler.counters.cached_tokens, made.scheduler.counters.num_parks) == (0, 0)
@@ -60,7 +60,7 @@ def expected(made: Engine) -> list[Any]:
 
 
 def test_prompts_that_begin_alike_go_on_from_a_kept_state_to_the_same_bytes(made: Engine, expected: list[Any]) -> None:
-    reset(made)
+    tiny.renew(made)
     prompts, params = requests()
     found = []
     for prompt, wish, answer in zip(prompts, params, expected, strict=True):
@@ -80,7 +80,7 @@ RULES = [
 
 @pytest.mark.parametrize(("changes", "least_parks"), RULES)
 def test_every_request_equals_itself_alone(made: Engine, expected: list[Any], changes: dict[str, Any], least_parks: int) -> None:
-    reset(made, **{**changes, "num_pages": changes.get("num_pages", 64) if made.parts.layout.num_layers else 0})
+    tiny.renew(made, **{**changes, "num_pages": changes.get("num_pages", 64) if made.parts.layout.num_layers else 0})
     prompts, params = requests()
     for _ in range(2):
         assert list(map(tiny.content, tiny.run(made, prompts, params))) == expected
@@ -90,7 +90,7 @@ def test_every_request_equals_itself_alone(made: Engine, expected: list[Any], ch
 
 
 def test_the_choices_of_a_group_compute_the_chunks_of_their_prompt_once(made: Engine) -> None:
-    reset(made)
+    tiny.renew(made)
     params = SamplingParams(n=3, max_tokens=8, temperature=0.9, seed=5, ignore_eos=True)
     together = [done.token_ids for done in made.submit_group(tiny.prompt(21), params).result()]
     tiny.settle(made)
@@ -102,13 +102,13 @@ def test_the_choices_of_a_group_compute_the_chunks_of_their_prompt_once(made: En
 
 
 def test_kept_states_are_made_anew_with_the_pool(made: Engine, expected: list[Any]) -> None:
-    reset(made)
+    tiny.renew(made)
     prompts, params = requests()
     made.parts.pool.snapshots[0][0].delete()
     restart_pool(made)
     assert [array.shape[0] for layer in made.parts.pool.snapshots for array in layer] == [4] * 2 * len(made.parts.layout.states)
     assert not any(np.asarray(array).any() for layer in made.parts.pool.snapshots for array in layer)
-    reset(made)
+    tiny.renew(made)
     assert list(map(tiny.content, tiny.run(made, prompts, params))) == expected
 
 

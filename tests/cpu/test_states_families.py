@@ -9,7 +9,7 @@ from jaxkv.engine import Engine
 from tests.cpu import tiny
 from tests.cpu.checkpoints import FIXTURES
 from tests.cpu.test_models_families import RECURRENT
-from tests.cpu.test_states import RULES, requests, reset
+from tests.cpu.test_states import RULES, requests
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def expected(made: Engine) -> list[Any]:
 
 @pytest.mark.parametrize(("changes", "least_parks"), RULES)
 def test_every_request_equals_itself_alone(made: Engine, expected: list[Any], changes: dict[str, Any], least_parks: int) -> None:
-    reset(made, **changes)
+    tiny.renew(made, **changes)
     assert list(map(tiny.content, tiny.run(made, *requests()))) == expected
     assert made.scheduler.counters.num_parks >= least_parks // 2
 
