@@ -94,7 +94,8 @@ def test_the_choices_of_a_group_compute_the_chunks_of_their_prompt_once(made: En
     params = SamplingParams(n=3, max_tokens=8, temperature=0.9, seed=5, ignore_eos=True)
     together = [done.token_ids for done in made.submit_group(tiny.prompt(21), params).result()]
     tiny.settle(made)
-    assert (made.scheduler.counters.cached_tokens, made.scheduler.counters.num_forks) == (2 * 20, 2)
+    cached = 2 * 20 if made.parts.layout.num_layers else 0  # whole pages; a state alone is copied, and no token of it found
+    assert (made.scheduler.counters.cached_tokens, made.scheduler.counters.num_forks) == (cached, 2)
     wishes = [replace(params, n=1, cache_prompt=False)] * 3
     apart = [made.submit(tiny.prompt(21), wish, choice=choice).result().token_ids for choice, wish in enumerate(wishes)]
     assert together == apart
