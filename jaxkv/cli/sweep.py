@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxkv.sweep.matrix import Run
 
 EXIT_DONE, EXIT_SOME_FAILED = 0, 3
+WRITE_EVERY_S = 10.0  # simulated runs are many and quick
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def run(words: Sequence[str]) -> int:
         if len(missing) < len(mine):
             print(f"sweep: {len(mine) - len(missing)} of {len(mine)} runs are finished already", file=sys.stderr)
         try:
-            make_with_bar(missing, folder)
+            make_with_bar(missing, folder, runs)
         finally:
             failed = tell(folder, runs)
     return EXIT_SOME_FAILED if failed else EXIT_DONE
@@ -81,21 +82,26 @@ def check_engines(runs: "Sequence[Run]") -> None:
             outline(one.config)
 
 
-def make_with_bar(runs: "Sequence[Run]", folder: "SweepFolder") -> None:
-    """All of them; a bar with the time left where a person looks, else a line for each."""
+def make_with_bar(missing: "Sequence[Run]", folder: "SweepFolder", runs: "Sequence[Run]") -> None:
+    """Those that are missing of all runs; a bar with the time left where a person looks, else a line for each. What came out so far is
+    written meanwhile, so that it is there whatever ends the sweep."""
     from jaxkv.sweep.loop import run_all
+    from jaxkv.sweep.results import collect, write_results
 
     columns = (TextColumn("sweep"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with bar:
-        task = bar.add_task("", total=len(runs))
-        for num, done in enumerate(run_all(runs, folder), start=1):
+        task, due = bar.add_task("", total=len(missing)), time.monotonic()
+        for num, done in enumerate(run_all(missing, folder), start=1):
             name = f"{done.run.name}, seed {done.run.seed}, repeat {done.run.repeat}"
             bar.update(task, advance=1, description=name)
             if done.error is not None:
                 bar.console.print(f"sweep: {name}: failed: {done.error}", style="red", highlight=False, markup=False, soft_wrap=True)
             elif bar.disable:
-                print(f"sweep: {num} of {len(runs)}: {name}", file=sys.stderr, flush=True)
+                print(f"sweep: {num} of {len(missing)}: {name}", file=sys.stderr, flush=True)
+            if not done.run.is_simulated or time.monotonic() >= due:
+                write_results(folder.path, collect(folder, runs))
+                due = time.monotonic() + WRITE_EVERY_S
 
 
 def tell(folder: "SweepFolder", runs: "Sequence[Run]") -> int:

@@ -1,6 +1,7 @@
 """Sweeps on the tiny engine: the same bytes in every run of a load, whoever is parked, and what belongs to a run alone."""
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +93,27 @@ def test_an_engine_is_made_once_while_only_policies_and_loads_change(folder, mon
         assert [runner.run(load_config(plain, fields)) for fields in another] == [2, 3, 4, 5, 6]
         assert len(closed) == 5
     assert len(closed) == 6
+
+
+def test_an_interrupt_amid_a_run_leaves_the_finished_ones_with_their_results_and_the_same_command_goes_on(folder, capsys, monkeypatch):
+    submitted, plain = [], live.submit
+
+    def submit(engine, one):
+        submitted.append(one)
+        if len(submitted) == 2 * LOAD["num_requests"] + 3:  # the third run has begun
+            assert [row["repeat"] for row in read_results(Path("out"))] == [0, 0], "what came out is written run by run"
+            signal.raise_signal(signal.SIGINT)
+        return plain(engine, one)
+
+    monkeypatch.setattr(live, "submit", submit)
+    assert main(["sweep", "c.yaml", "--output", "out"]) == 130
+    told = capsys.readouterr().err
+    assert "sweep: 2 of 4 runs finished; 2 not made yet; out\n" in told and "Traceback" not in told
+    assert len(read_results(Path("out"))) == 2
+    assert main(["sweep", "c.yaml", "--output", "out"]) == 0
+    assert "sweep: 2 of 4 runs are finished already\n" in capsys.readouterr().err
+    assert len(submitted) == 4 * LOAD["num_requests"] + 3
+    assert len({row["outputs_sha256"] for row in read_results(Path("out"))}) == 1
 
 
 def test_a_load_may_be_patient():
