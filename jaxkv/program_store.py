@@ -1,8 +1,9 @@
 """Compiled programs on disk, so that a later start neither traces nor compiles. Knows how programs are kept, not what they compute.
 
-Two kinds of files in one folder. `KEY.made-of` has for a name what a program is made of (`program_key`), and tells what it compiles to:
+Three kinds of files in one folder. `KEY.made-of` has for a name what a program is made of (`program_key`), and tells what it compiles to:
 `NAME.program`, which has for a name the lowered program itself. So a change of our sources that changes no program costs tracing once, and
-compiles nothing. Files appear whole or not at all; one that is damaged, or that JAX cannot read, is made again.
+compiles nothing. `KIND.used` lists what the last start of its kind used: the next one loads that while it reads weights. Files appear
+whole or not at all; one that is damaged, or that JAX cannot read, is made again.
 
 Like JAX's own cache, the folder holds machine code that is run: it must be as trustworthy as the installation.
 """
@@ -13,6 +14,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +46,28 @@ class ProgramStore:
     def __init__(self, folder: Path, mesh: Mesh, facts: str, sources: str) -> None:
         self.folder, self._devices = folder, list(mesh.devices.flat)
         self._facts, self._sources = facts, sources
+        self._ahead: dict[str, Future[Compiled | None]] = {}
+        self._used: dict[str, None] = {}  # names in the order of use
+
+    def load_ahead(self, kind: str) -> None:
+        """Begin to load what the last start of this kind used, on a thread of its own. Only time depends on it: `build` takes programs by
+        what they are, and loads those that it misses itself."""
+        loader = ThreadPoolExecutor(1, "jaxkv-programs")
+        self._ahead = {name: loader.submit(self._read, name) for name in self._read_names(self._file_of(kind))}
+        loader.shutdown(wait=False)
+
+    def note_used(self, kind: str) -> None:
+        """Tell the next start of this kind what this one used."""
+        self._ahead.clear()
+        if self._read_names(self._file_of(kind)) != list(self._used):
+            self._write(self._file_of(kind), "\n".join(self._used).encode())
 
     def build(self, recipe: Any, lower: Callable[[], Any], options: str) -> Compiled:
         """The program of a recipe: as it was kept, else lowered, and compiled if the same was never compiled here with these options."""
         made_of = self._made_of(recipe, options)
-        if made_of is not None and (name := self._read_name(made_of)) is not None and (found := self._load(name)) is not None:
-            return found
+        for name in [] if made_of is None else self._read_names(f"{made_of}.made-of")[:1]:
+            if (found := self._load(name)) is not None:
+                return found
         lowered = lower()
         name = digest(FORMAT, self._facts, options, str(lowered.in_tree), str(lowered.out_tree), lowered.as_text())
         found = self._load(name)
@@ -58,6 +76,7 @@ class ProgramStore:
                 compiled = lowered.compile()
             found = examined(compiled)
             self._save(name, compiled, found)
+            self._used[name] = None
         if made_of is not None:
             self._write(f"{made_of}.made-of", name.encode())
         return found
@@ -70,15 +89,26 @@ class ProgramStore:
             logger.debug("a program is traced at every start, since it is made of %s", error)
             return None
 
-    def _read_name(self, made_of: str) -> str | None:
+    def _file_of(self, kind: str) -> str:
+        return f"{digest(FORMAT, self._facts, self._sources, kind)}.used"
+
+    def _read_names(self, file: str) -> list[str]:
+        """The names of programs in a file; none where there is no file, or anything else in it."""
         try:
-            name = (self.folder / f"{made_of}.made-of").read_bytes().decode("ascii")
+            names = (self.folder / file).read_bytes().decode("ascii").split("\n")
         except (OSError, UnicodeDecodeError):
-            return None
-        return name if len(name) == 64 and name.isalnum() else None
+            return []
+        return names if all(len(name) == 64 and name.isalnum() for name in names) else []
 
     def _load(self, name: str) -> Compiled | None:
-        """A kept program; None where there is none, or none that is whole and that JAX can read."""
+        """A kept program, perhaps loaded ahead; None where there is none, or none that is whole and that JAX can read."""
+        ahead = self._ahead.pop(name, None)
+        found = self._read(name) if ahead is None else ahead.result()
+        if found is not None:
+            self._used[name] = None
+        return found
+
+    def _read(self, name: str) -> Compiled | None:
         try:
             data = (self.folder / f"{name}.program").read_bytes()
         except OSError:

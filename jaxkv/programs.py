@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.attention import Attend, PagedCache, paged_attend, table_width
 from jaxkv.interrupt import check_interrupt
 from jaxkv.pool import PoolArrays, PoolLayout, pool_sharding, state_shapes, state_shardings
-from jaxkv.program_store import ProgramStore, examined, open_store
+from jaxkv.program_store import ProgramStore, examined
 from jaxkv.sampling import HostOrDevice, Knobs, Sampled, neutral_knobs, sample, sample_first
 from jaxkv.scheduler import FIRST_TOKENS
 from jaxkv.scoring import Scores, Targets, no_targets, score
@@ -317,11 +317,17 @@ def pool_shardings(layout: PoolLayout, mesh: Mesh) -> list[Any]:
 
 
 def build_programs(
-    model: nnx.Module | Pair, layout: PoolLayout, shapes: Shapes, mesh: Mesh, moves: dict[str, Recipe], *, exact_float32: bool
+    model: nnx.Module | Pair,
+    layout: PoolLayout,
+    shapes: Shapes,
+    mesh: Mesh,
+    moves: dict[str, Recipe],
+    store: ProgramStore | None,
+    *,
+    exact_float32: bool,
 ) -> Programs:
-    """Compile every program, from shapes alone; `moves` are the recipes of those that move pages."""
+    """Compile every program, from shapes alone, or take it out of the store; `moves` are the recipes of those that move pages."""
     recipes = step_recipes(model, layout, shapes, mesh) | moves | shift_recipes(model, layout, mesh)
-    store = open_store(mesh)
     with jax.default_matmul_precision("highest" if exact_float32 else "default"):
         found = {name: compile_program(name, recipe, mesh, store) for name, recipe in recipes.items()}
     return Programs(**{"decode" if name == "verify" else name: program for name, program in found.items()})

@@ -33,6 +33,7 @@ from jaxkv.models import (
 from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding
 from jaxkv.pool_size import MIB, check_pool, check_staging, plan_layout, size_pool
+from jaxkv.program_store import open_store
 from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, example_verify_batch, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
 from jaxkv.shifting import ROTATE_PAGES, check_default_shift
@@ -74,6 +75,9 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     plan = outline(config)
     info, mesh, dtype, shapes = plan.info, plan.mesh, plan.dtype, plan.shapes
     use_compilation_cache(cache_folder(config.run.cache_dir))
+    store, kind = open_store(mesh), repr((plan.facts(), config.pool, config.transfer))
+    if store is not None:
+        store.load_ahead(kind)
     stage("check")
     checkpoint = load_checkpoint(
         info,
@@ -94,7 +98,9 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     mode = choose_mode(config.transfer.mode, mesh.devices.flat[0].platform, host)
     moves = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding) | copy_recipes(layout, mesh)
     moves |= state_recipes(mode, layout, mesh, host_states(layout, mesh, host)) | snapshot_recipes(layout, mesh)
-    programs = build_programs(model, layout, shapes, mesh, moves, exact_float32=dtype == "float32")
+    programs = build_programs(model, layout, shapes, mesh, moves, store, exact_float32=dtype == "float32")
+    if store is not None:
+        store.note_used(kind)
     small = None if plan.small is None else start_small(plan.small, dtype, layout, shapes, mesh)
     stage("compile")
     kept = allocate_snapshots(layout, mesh)

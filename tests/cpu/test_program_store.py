@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_a_second_start_traces_nothing_and_its_answers_are_the_same_bytes(folder
     with tiny.engine(debug__park_every=4) as made:
         fresh = [tiny.content(answer) for answer in tiny.run(made, prompts, wishes)]
         facts = [(p.name, p.temp_bytes, p.flops) for p in made.parts.programs.all()]
-    assert {ending: len(names) for ending, names in files(folder).items()} == {".made-of": len(facts), ".program": len(facts)}
+    assert {ending: len(names) for ending, names in files(folder).items()} == {".made-of": len(facts), ".program": len(facts), ".used": 1}
 
     monkeypatch.setattr(jaxkv.programs, "jit_recipe", None)
     with tiny.engine(debug__park_every=4) as made:
@@ -214,6 +215,48 @@ def test_a_program_that_cannot_be_serialised_is_used_all_the_same(tmp_path: Path
     monkeypatch.setattr(jaxkv.program_store.serialize_executable, "serialize", None)
     assert build(store(tmp_path), times(3.0)).tolist() == [0, 3, 6, 9]
     assert list(tmp_path.glob("*.program")) == []
+
+
+def test_what_the_last_start_of_a_kind_used_is_loaded_on_a_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = store(tmp_path)
+    build(first, times(3.0)), build(first, times(5.0))
+    first.note_used("this kind")
+    loaded: list[str] = []
+    plain = ProgramStore._read
+
+    def read(self: ProgramStore, name: str) -> Any:
+        loaded.append(threading.current_thread().name)
+        return plain(self, name)
+
+    monkeypatch.setattr(ProgramStore, "_read", read)
+    later = store(tmp_path)
+    later.load_ahead("this kind")
+    assert build(later, times(5.0), traces=0, compiles=0).tolist() == [0, 5, 10, 15]
+    assert build(later, times(3.0), traces=0, compiles=0).tolist() == [0, 3, 6, 9]
+    assert [name.rsplit("_", 1)[0] for name in loaded] == ["jaxkv-programs"] * 2
+    later.note_used("this kind")  # in another order
+    for kind, facts in (("another kind", {}), ("this kind", {"facts": "another machine"})):
+        other = store(tmp_path, **facts)
+        other.load_ahead(kind)
+        other.note_used(kind)
+    assert len(loaded) == 2
+    assert len(files(tmp_path)[".used"]) == 1
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff", b"../x", b"0" * 64, None], ids=["empty", "no text", "a path", "no such program", "one gone bad"]
+)
+def test_a_list_that_is_wrong_costs_time_and_nothing_else(tmp_path: Path, text: bytes | None) -> None:
+    first = store(tmp_path)
+    build(first, times(3.0))
+    first.note_used("this kind")
+    (path,) = tmp_path.glob("*.used" if text is not None else "*.program")
+    path.write_bytes(text or b"")
+    later, damaged = store(tmp_path), int(text is None)
+    later.load_ahead("this kind")
+    assert build(later, times(3.0), traces=damaged, compiles=damaged).tolist() == [0, 3, 6, 9]
+    later.note_used("this kind")
+    assert len(next(tmp_path.glob("*.used")).read_text()) == 64
 
 
 def test_there_is_no_store_without_a_cache_on_several_devices_or_elsewhere(folder: Path) -> None:
