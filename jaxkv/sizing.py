@@ -18,7 +18,7 @@ from jaxkv.config import Config
 from jaxkv.config.budget import AUTO_MIB, MIB
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
-from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint, spread, state_bytes
+from jaxkv.models import ModelConfig, check_mesh, inspect_checkpoint, spread, state_bytes, state_shapes
 from jaxkv.models.draft_head import draft_config
 from jaxkv.models.families import model_class
 from jaxkv.models.int8 import is_scale
@@ -28,7 +28,7 @@ from jaxkv.models.read_recurrent import HYBRIDS
 from jaxkv.models.states import WIDTHS
 from jaxkv.pool import cell_len
 from jaxkv.speculate.small import check_pair
-from jaxkv.windows import image_pages, near_layers, near_pages, sequence_pages
+from jaxkv.windows import image_pages, near_layers, near_pages, sequence_pages, why_together
 
 GIB = 2**30
 
@@ -47,6 +47,7 @@ class Sizing:
     weight_bytes_per_device: int
     kv_bytes_per_token: int
     state_bytes_per_sequence: int
+    window: str | None  # what layers with a window keep
     max_len: int
     pool_tokens: int | None  # None: the memory decides, and was not told
     pool_bytes: int | None
@@ -110,19 +111,17 @@ def measure(
     each_pages = sequence_pages(model.window, length, config.scheduler.prefill_chunk, page)
     staging = config.transfer.staging_mib * MIB // num
     slots = rows + (config.pool.state_snapshots if config.pool.prefix_cache else 0)
-    fixed = weights_each + -(-slots * state // num)
-    free = None if memory_bytes is None else memory_bytes - fixed
-    tokens = pool_tokens(
-        config, token + beside, free, rows * sequence_pages(model.window, max_len, config.scheduler.prefill_chunk, page) * page
-    )
+    states = slots * state_bytes_each(model, dtype, num)
+    fixed = weights_each + states
+    free = None if memory_bytes is None else memory_bytes - weights_each
+    most = rows * sequence_pages(model.window, max_len, config.scheduler.prefill_chunk, page) * page
+    tokens = pool_tokens(config, token + beside, free, states, most)
     near, window = near_layers(model)
     apart = near_pages(model, rows, max_len, config.scheduler.prefill_chunk, page, (tokens or 0) // page)
-    near_token = (
-        token * len(near) // len(model.page_layers) if apart and config.speculate.kind == "none" and not config.request.context_shift else 0
-    )
+    near_token = token * len(near) // len(model.page_layers) if apart and why_together(config) is None else 0
     far_token, near_bytes = token - near_token, (apart + 1) * page * near_token  # with the trash page
-    if near_token and config.pool.tokens is None and free is not None:
-        tokens = pool_tokens(config, far_token, free - near_bytes // num, rows * -(-max_len // page) * page)
+    if near_token:
+        tokens = pool_tokens(config, far_token, free, near_bytes // num, most)
     pool = None if tokens is None else (tokens + page) * (far_token + beside) + near_bytes
     image = (
         chunk * page * (chunks(model.window, length, page, chunk) * far_token + chunks(window, length, page, chunk) * near_token) + state
@@ -141,6 +140,7 @@ def measure(
         weight_bytes_per_device=weights_each,
         kv_bytes_per_token=token,
         state_bytes_per_sequence=state,
+        window=about_window(config, model, tokens, apart * page if near_token else 0, near_bytes),
         max_len=max_len,
         pool_tokens=tokens,
         pool_bytes=pool,
@@ -154,6 +154,21 @@ def measure(
         park_s=image / (link_gb_per_s * 1e9),
         link_gb_per_s=link_gb_per_s,
     )
+
+
+def about_window(config: Config, model: ModelConfig, tokens: int | None, near_tokens: int, near_bytes: int) -> str | None:
+    """What the layers with a window keep, where there are any, in a pool of so many tokens."""
+    near, window = near_layers(model)
+    if model.window is not None:
+        return f"{model.window:,} tokens in every layer; no sequence holds more than that, a chunk and a page"
+    if not near:
+        return None
+    seen = f"{window:,} tokens in {len(near)} of {len(model.page_layers)} layers; "
+    if near_tokens:
+        return f"{seen}{near_tokens:,} tokens of their own, {near_bytes / MIB:.1f} MiB of the pool's bytes"
+    if tokens is None and why_together(config) is None:
+        return seen + "what they keep depends on the pool"
+    return seen + f"all pages are kept: {why_together(config) or 'pages of their own would be no fewer'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +205,15 @@ def chunks(window: int | None, num_tokens: int, page: int, chunk_pages: int) -> 
     return -(-end // chunk_pages) - gone // chunk_pages
 
 
-def pool_tokens(config: Config, token_bytes: int, free_bytes: int | None, most: int) -> int | None:
-    """Usable tokens in whole pages: as configured, else a share of the free memory of a device, and never more than all rows can fill."""
+def state_bytes_each(model: ModelConfig, dtype: str, num: int) -> int:
+    """What one sequence's states take on each of `num` devices: sums are split, windows of convolutions are on all."""
+    shapes = (shape for layer in state_shapes(model, dtype) for shape in layer)
+    return sum(shape.num_bytes if shape.split is None else shape.num_bytes // num for shape in shapes)
+
+
+def pool_tokens(config: Config, token_bytes: int, free_bytes: int | None, beside: int, most: int) -> int | None:
+    """Usable tokens in whole pages: as configured, else a share of the memory of a device that weights leave, less what lies `beside`
+    the pool there, and never more than all rows can fill."""
     page, num = config.pool.page_size, config.mesh.tensor
     if not token_bytes:
         return 0  # nothing is kept per token
@@ -199,8 +221,8 @@ def pool_tokens(config: Config, token_bytes: int, free_bytes: int | None, most: 
         return config.pool.tokens // page * page
     if free_bytes is None:
         return None
-    share = free_bytes * config.pool.memory_fraction - config.transfer.staging_mib * MIB // num
-    return max(0, min(most, (int(share * num / (token_bytes * page)) - 1) * page))
+    share = free_bytes * config.pool.memory_fraction - config.transfer.staging_mib * MIB // num - beside
+    return max(0, min(most, (int(share / (token_bytes * page // num)) - 1) * page))
 
 
 def weight_numbers(model: ModelConfig, dtype: str, weight_dtype: str, num: int) -> tuple[int, int, int]:

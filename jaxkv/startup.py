@@ -39,7 +39,7 @@ from jaxkv.scheduler import Chunk, SchedulerConfig
 from jaxkv.shifting import ROTATE_PAGES, check_default_shift
 from jaxkv.snapshots import allocate_snapshots, snapshot_recipes, warm_up_snapshots
 from jaxkv.speculate.head import example_head_batch, example_head_chunk
-from jaxkv.speculate.small import SmallModel, inspect_small, small_layout, start_small
+from jaxkv.speculate.small import SmallModel, inspect_small, load_small, small_layout, start_small
 from jaxkv.state_programs import state_recipes
 from jaxkv.states import about_states
 from jaxkv.transfer import HostMemory, Transfer, TransferSettings, choose_mode, host_states, probe_host_memory
@@ -90,6 +90,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     model = checkpoint.model
     if config.speculate.kind == "mtp":
         model = (model, load_draft_head(info, dtype=dtype, mesh=mesh, weight_dtype=plan.weight_dtype))
+    small_model = None if plan.small is None else load_small(plan.small, dtype, mesh)
     stage.skip()
     host = probe_host_memory(pool_sharding(mesh))
     beside = 0 if plan.small is None else small_layout(plan.layout, plan.small.config, mesh.size).page_bytes
@@ -101,7 +102,7 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     programs = build_programs(model, layout, shapes, mesh, moves, store, exact_float32=dtype == "float32")
     if store is not None:
         store.note_used(kind)
-    small = None if plan.small is None else start_small(plan.small, dtype, layout, shapes, mesh)
+    small = None if plan.small is None else start_small(small_model, plan.small.config, layout, shapes, mesh)
     stage("compile")
     kept = allocate_snapshots(layout, mesh)
     pool = PoolHolder(allocate(layout, mesh), **programs.movers(), num_states=len(layout.states), snapshots=kept, near=layout.near)
@@ -245,7 +246,7 @@ def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory, mode
 
 def remarks(config: Config, model: ModelConfig, layout: PoolLayout, shapes: Shapes, host: HostMemory, clamped: str | None) -> list[str]:
     """What else is to be said once."""
-    said = [*about_states(config, layout), *about_windows(config, layout, shapes.max_len), *about_copies(model, config.mesh.tensor)]
+    said = [*about_states(config, layout), *about_windows(config, model, layout, shapes.max_len), *about_copies(model, config.mesh.tensor)]
     return [*said, *(line for line in (clamped, blocking_message(config, host)) if line)]
 
 

@@ -38,13 +38,26 @@ def near_pages(model: ModelConfig, rows: int, max_len: int, chunk: int, page_siz
     return num if near and num < min(pool_pages, rows * -(-max_len // page_size)) else 0
 
 
-def about_windows(config: Config, layout: PoolLayout, max_len: int) -> list[str]:
-    """What is to be said once about a model whose every layer sees a window, and which goes further than that."""
+def why_together(config: Config) -> str | None:
+    """The setting with which layers with a window share one table with those that see everything, and free no page; None without one."""
+    if config.request.context_shift:
+        return "request.context_shift: true"  # a shift may need more than the window
+    return None if config.speculate.kind == "none" else f"speculate.kind: {config.speculate.kind}"  # the verify program has one table
+
+
+def about_windows(config: Config, model: ModelConfig, layout: PoolLayout, max_len: int) -> list[str]:
+    """What is to be said once about a model with layers that see a window, and which goes further than that."""
     if layout.near:
         size = layout.apart.pages_bytes / 2**20
         return [
             f"{len(layout.near)} of {layout.num_layers} layers see the last {layout.near_window} tokens: beside the pool they have "
             f"{layout.near_pages} pages for all rows ({size:.0f} MiB); contexts do not shift"
+        ]
+    near, window = near_layers(model)
+    if (why := why_together(config)) is not None and near and window < max_len:
+        return [
+            f"{len(near)} of {layout.num_layers} layers see the last {window} tokens, and keep all pages until a sequence ends, as with "
+            f"{why} they have one table with the others"
         ]
     if layout.window is None or layout.window >= max_len:
         return []

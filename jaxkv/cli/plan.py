@@ -68,6 +68,7 @@ def lines(found: "Sizing") -> list[tuple[str, str]]:
         ("weights", size(found.weight_bytes) + each),
         ("KV bytes per token", f"{found.kv_bytes_per_token:,} ({found.kv_dtype})"),
         ("state bytes per sequence", f"{found.state_bytes_per_sequence:,}"),
+        *([] if found.window is None else [("window", found.window)]),
     ]
     if found.pool_tokens is None or found.pool_bytes is None or found.bytes_per_device is None:
         shown.append(("pool", "pool.tokens is null, so the device's memory decides: give --memory-gib"))

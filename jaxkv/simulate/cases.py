@@ -57,6 +57,11 @@ def make_case(base: Mapping[str, Any], values: dict[str, Any]) -> Case:
     tokens, page_size, transfer = config.pool.tokens, config.pool.page_size, config.transfer
     if tokens is None:
         raise ConfigError("pool.tokens: null takes a share of the device's memory, and a simulation has no device; set it")
+    if config.speculate.kind != "none":
+        raise ConfigError(
+            f"speculate.kind: got {config.speculate.kind}, and the simulator knows no guesses, of which only a model says how many come "
+            "true; set it to none, or ask the engine"
+        )
     if tokens < page_size:
         raise ConfigError(f"pool.tokens: got {tokens}, less than one page of {page_size} tokens; raise it")
     costs = Costs.of(config.simulate)

@@ -184,10 +184,14 @@ def inspect_small(config: Config, target: ModelConfig) -> CheckpointInfo | None:
     return info
 
 
-def start_small(info: CheckpointInfo, dtype: str, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> SmallModel:
-    """Loaded, compiled and run once."""
-    model = load_checkpoint(info, dtype=dtype, mesh=mesh, on_tensor=lambda done, total: check_interrupt()).model
-    own, store = small_layout(layout, info.config, mesh.size), open_store(mesh)
+def load_small(info: CheckpointInfo, dtype: str, mesh: Mesh) -> Any:
+    """Its weights, before the pool takes a share of what memory is left."""
+    return load_checkpoint(info, dtype=dtype, mesh=mesh, on_tensor=lambda done, total: check_interrupt()).model
+
+
+def start_small(model: Any, config: ModelConfig, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> SmallModel:
+    """Compiled and run once."""
+    own, store = small_layout(layout, config, mesh.size), open_store(mesh)
     recipes = small_recipes(model, own, shapes, mesh)
     programs = {name: compile_program(name, recipe, mesh, store) for name, recipe in recipes.items()}
     small = SmallModel(take_apart(model)[0], own, mesh, programs["draft_fill"], programs["draft"], shapes.chunk)

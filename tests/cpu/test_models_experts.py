@@ -115,6 +115,19 @@ def test_as_many_products_are_run_as_there_are_tiles() -> None:
     assert int(list_tiles(all_apart, 64).num_tiles) == 32  # where running every expert would be 64
 
 
+def test_an_expert_that_nobody_chose_is_not_run() -> None:
+    """Its weights are no numbers: multiplied with nothing at all, they would still be none."""
+    made, rows = mlp("float32"), np.random.default_rng(1).standard_normal((3, M)).astype(np.float32)
+    expected = Runner(made, "float32")(rows)
+    router = np.asarray(made.router.weight[...])
+    chosen = set(np.argsort(-(rows @ router.T), axis=-1)[:, :CHOSEN].reshape(-1).tolist())
+    unused = np.array([expert not in chosen for expert in range(E)])
+    assert unused.any()
+    for product in (made.gate, made.up, made.down):
+        product.weight[...] = jnp.where(unused[:, None, None], jnp.nan, product.weight[...])
+    assert Runner(made, "float32")(rows).tobytes() == expected.tobytes()
+
+
 def test_experts_are_split_by_their_feed_forward_dim_and_the_router_is_not() -> None:
     assert Decoder.partition("layers.0.mlp.gate.weight", (8, 16, 64), 2) == PartitionSpec(None, "tensor", None)
     assert Decoder.partition("layers.0.mlp.down.kernel", (8, 16, 64), 2) == PartitionSpec(None, "tensor", None)

@@ -9,12 +9,16 @@ from flax import nnx
 
 from jaxkv.cli.main import main
 from jaxkv.config import load_config
+from jaxkv.errors import ConfigError
 from jaxkv.models import ModelConfig, load_draft_head
 from jaxkv.models.config import Recurrent, Rope
 from jaxkv.models.families import FAMILIES
+from jaxkv.pool_size import size_pool
 from jaxkv.sizing import kv_bytes_per_token, measure, read_shape
-from jaxkv.startup import outline
-from tests.cpu import tiny
+from jaxkv.speculate.small import small_layout
+from jaxkv.startup import outline, start
+from jaxkv.windows import about_windows
+from tests.cpu import checkpoints, tiny
 from tests.cpu.checkpoints import FIXTURES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -45,7 +49,9 @@ def hybrid(num_layers: int, kv_heads: int, hidden: int, value_heads: int) -> Mod
     [
         ("Qwen3.5-4B", 4_205_751_296, 32_768, 51_511_296),
         ("Qwen3.6-35B-A3B", 34_660_610_688, 20_480, 64_389_120),
+        ("Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, 24_576, 77_266_944),
         ("mamba-130m-hf", 129_135_360, 0, 2_580_480),
+        ("mamba2-130m-hf", 128_989_632, 0, 19_132_416),
         ("smollm2", 134_515_008, 23_040, 0),
         ("Llama-3.1-8B-Instruct", 8_030_261_248, 131_072, 0),
         ("Mistral-7B-v0.1", 7_241_732_096, 131_072, 0),
@@ -228,6 +234,7 @@ def test_layers_with_a_window_beside_others_take_pages_for_all_rows_and_no_more(
     assert (plan.layout.near, plan.layout.near_pages, found.kv_bytes_per_token * 4) == ((0, 1, 2), 28, 4 * page)
     assert (found.pool_tokens, found.pool_bytes) == (256, plan.layout.num_bytes) == (256, 65 * page + 29 * 3 * page)
     assert found.image_bytes == 7 * 4 * page + 2 * 4 * 3 * page  # 25 pages in chunks of 4; of the others pages 21 to 24
+    assert found.window == f"16 tokens in 3 of 4 layers; 112 tokens of their own, {29 * 3 * page / MIB:.1f} MiB of the pool's bytes"
     shifting = measure(tiny.config(**fields, request__context_shift=True), plan.info.config, "cpu", None, 16.0, 100)
     assert (shifting.pool_bytes, shifting.image_bytes) == (65 * 4 * page, 7 * 4 * 4 * page)
     memory = 4 * GIB
@@ -256,3 +263,94 @@ def test_a_small_model_that_guesses_is_counted_beside_the_pool_and_in_no_image()
     found = measure(tiny.config(**fields), plan.info.config, "cpu", None, 16.0, 1)  # it guesses for itself
     assert (found.pool_bytes, found.weight_bytes) == (2 * (alone.pool_bytes or 0), 2 * alone.weight_bytes)
     assert (found.kv_bytes_per_token, found.image_bytes) == (alone.kv_bytes_per_token, alone.image_bytes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"speculate__kind": "ngram"}, "speculate.kind: ngram"),
+        ({"request__context_shift": True}, "request.context_shift: true"),
+        ({"pool__tokens": 108}, "pages of their own would be no fewer"),
+    ],
+)
+def test_layers_with_a_window_that_share_one_table_with_others_keep_all_pages_and_it_is_said(fields, why):
+    config = tiny.config(**{"model__path": str(FIXTURES / "gemma3"), "pool__tokens": 256, **fields})
+    plan = outline(config)
+    found = measure(config, plan.info.config, "cpu", None, 16.0, 100)
+    assert (plan.layout.near, found.pool_bytes) == ((), plan.layout.num_bytes)
+    assert found.image_bytes == 7 * 4 * plan.layout.page_bytes  # 25 pages of all layers in chunks of 4
+    assert found.window == f"16 tokens in 3 of 4 layers; all pages are kept: {why}"
+    said = about_windows(config, plan.info.config, plan.layout, 128)
+    expected = (
+        f"3 of 4 layers see the last 16 tokens, and keep all pages until a sequence ends, as with {why} they have one table with the others"
+    )
+    assert said == ([] if "no fewer" in why else [expected])
+
+
+@pytest.mark.parametrize("memory", [2_400_000, 2_800_000, 64 * MIB])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama", {}),
+        ("gemma3", {}),
+        ("gemma3", {"speculate__kind": "ngram"}),
+        ("mistral", {}),
+        ("qwen3_5", {"pool__state_snapshots": 4}),
+        ("qwen3_5", {"speculate__kind": "mtp", "pool__kv_dtype": "int8"}),
+        ("qwen3", {"speculate__kind": "draft", "speculate__draft_path": str(FIXTURES / "llama")}),
+        ("mamba", {}),
+    ],
+    ids=str,
+)
+def test_the_pool_that_a_memory_decides_is_as_large_as_the_engine_makes_it(monkeypatch, name, fields, memory):
+    fields = {"model__path": str(FIXTURES / name), "pool__tokens": None, "transfer__staging_mib": 1, "pool__memory_fraction": 0.9, **fields}
+    config = tiny.config(**fields)
+    plan = outline(config)
+    guessing = 0 if plan.small is None else small_layout(plan.layout, plan.small.config, 1).page_bytes
+    monkeypatch.setattr("jaxkv.pool_size.available_memory_bytes", lambda: memory)  # behind all weights
+    layout = size_pool(config, plan.info.config, plan.layout, plan.shapes, checkpoints.one_device(), guessing)
+    weights = measure(config, plan.info.config, "cpu", None, 16.0).weight_bytes
+    found = measure(config, plan.info.config, "cpu", memory + weights, 16.0)
+    assert found.pool_tokens == layout.num_tokens
+    assert found.pool_bytes == layout.pages_bytes + (layout.num_pages + 1) * guessing
+    assert found.bytes_per_device == weights + MIB + layout.num_bytes + (layout.num_pages + 1) * guessing
+
+
+def test_a_small_model_that_guesses_is_loaded_before_the_pool_takes_what_memory_is_left(monkeypatch):
+    seen = []
+
+    def stop(*given):
+        seen.append("pool")
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("jaxkv.startup.load_small", lambda *given: seen.append("small"))
+    monkeypatch.setattr("jaxkv.startup.size_pool", stop)
+    with pytest.raises(ConfigError, match="enough"):
+        start(tiny.config(speculate__kind="draft", speculate__draft_path=str(tiny.LLAMA)))
+    assert seen == ["small", "pool"]
+
+
+def test_over_devices_sums_are_split_and_windows_of_convolutions_are_on_each():
+    one, two = (planned("Qwen3.5-4B", model__dtype="bfloat16", mesh__tensor=num, pool__tokens=1024, scheduler__rows=4) for num in (1, 2))
+    sums, windows = 24 * 32 * 128 * 128 * 4, 24 * 3 * (2 * 16 * 128 + 32 * 128) * 2
+    assert one.state_bytes_per_sequence == two.state_bytes_per_sequence == sums + windows == 51_511_296
+    assert two.bytes_per_device == two.weight_bytes_per_device + 32 * MIB + (1024 + 16) * 32_768 // 2 + 4 * (sums // 2 + windows)
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes", "head_bytes", "state_bytes"),
+    [("Qwen3.5-4B", 32_768, 4096, 51_511_296), ("Qwen3.6-35B-A3B", 20_480, 2048, 64_389_120)],
+)
+def test_what_is_printed_of_the_named_shapes_is_without_their_draft_head_unless_that_guesses(
+    tmp_path, capsys, name, token_bytes, head_bytes, state_bytes
+):
+    (tmp_path / "c.yaml").write_text("model: {path: x}\npool: {tokens: 4096}\n")
+    for kind, more in (("none", 0), ("ngram", 0), ("mtp", head_bytes)):
+        words = ["--shape", str(SHAPES / f"{name}.json"), "--speculate.kind", kind, "--tokens", "1000"]
+        assert main(["plan", str(tmp_path / "c.yaml"), *words]) == 0
+        said = {line[:27].strip(): line[27:] for line in capsys.readouterr().out.splitlines()}
+        assert said["KV bytes per token"] == f"{token_bytes + more:,} (bfloat16)"
+        assert said["state bytes per sequence"] == f"{state_bytes:,}"
+        pool, image = (4096 + 16) * (token_bytes + more), 4 * 256 * (token_bytes + more) + state_bytes
+        assert said["pool"] == f"4,096 tokens, {pool / MIB:.2f} MiB"
+        assert said["image of 1,000 tokens"].startswith(f"{image / MIB:.2f} MiB")

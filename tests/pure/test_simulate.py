@@ -338,6 +338,11 @@ def test_processes_change_no_figure():
         ({"sweep__zip": {"speculate.kind": ["none", "ngram"]}}, "sweep: speculate.kind is varied, and the simulator knows nothing of it: "),
         ({"sweep__grid": {"transfer.blocking": [True, True]}}, "sweep: the case blocking true stands twice; take one out"),
         (
+            {"speculate__kind": "ngram"},
+            "speculate.kind: got ngram, and the simulator knows no guesses, of which only a model says how many come true; set it to none, "
+            "or ask the engine",
+        ),
+        (
             {"pool__tokens": None},
             "pool.tokens: null takes a share of the device's memory, and a simulation has no device; set it",
         ),
