@@ -149,7 +149,7 @@ def share_prefix(books: Books, turn: Turn, seq: Sequence) -> int | None:
         books.pages.share(seq.seq_id, found[start - first :])
         seq.pages[:end] = [NO_PAGE] * gone + seq.pages[gone:start] + found[start - first :]
         seq.num_gone = gone
-    if near:
+    if near or seq.near:  # a window of one token leaves none, but a longer table
         share_near(books, turn, seq, had, end, near)
     if key is not None:
         fetch_snapshot(books, turn, seq, key)

@@ -110,6 +110,10 @@ def test_runs_with_windows_that_once_broke_a_promise_keep_it(seed: int) -> None:
     run_named(seed, windows=True)
 
 
+def test_a_shared_prompt_whose_window_is_one_token_makes_the_table_of_its_own_pages_longer_too() -> None:
+    run_named(50587, near=True)
+
+
 @pytest.mark.parametrize("seed", [3, 8, 21, 34])
 def test_a_run_is_the_same_every_time(seed: int) -> None:
     first, second = run_seed(seed), run_seed(seed)
