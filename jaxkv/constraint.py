@@ -59,8 +59,10 @@ def nesting(text: str) -> int:
 def _check_schema(text: str, param: str) -> None:
     try:
         schema = json.loads(text)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise RequestError(f"{param}: the schema is no JSON: {error}", param) from None
+    except ValueError:  # Python's own limit for whole numbers, 4300 digits
+        raise RequestError(f"{param}: the schema has a number of too many digits", param) from None
     if not isinstance(schema, dict):
         raise RequestError(f"{param}: the schema is a {type(schema).__name__}, allowed: an object", param)
 

@@ -52,15 +52,17 @@ def _object(data: bytes) -> dict[str, Any]:
         raise LineError("invalid_json", f"the line is not UTF-8: byte {error.start + 1} is 0x{data[error.start]:02x}") from error
     except json.JSONDecodeError as error:
         raise LineError("invalid_json", f"the line is not valid JSON: {error.msg}, at character {error.pos + 1}") from error
-    except (ValueError, RecursionError) as error:
-        raise LineError("invalid_json", f"the line is not valid JSON: {error}") from error
+    except ValueError as error:  # Python's own limit for whole numbers, 4300 digits
+        raise LineError("invalid_json", "the line has a number of too many digits") from error
+    except RecursionError as error:
+        raise LineError("invalid_json", "the line is nested too deeply") from error
     if not isinstance(line, dict):
         raise LineError("invalid_line", f"the line: got {shown(line)}, allowed: an object with custom_id, method, url and body")
     return line
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise LineError("invalid_json", f"the line is not valid JSON: {name} is no JSON number")
 
 
 def _custom_id(line: dict[str, Any], seen: set[str]) -> str:

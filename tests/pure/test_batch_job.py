@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxkv.batch import run_batch
+from jaxkv.batch.lines import LineError, parse_line
 from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.testing import FakeEngine
 from tests.pure.batch_jobs import config, entries, line, run, write
@@ -107,6 +108,20 @@ def test_bad_lines_become_error_lines_and_the_job_goes_on(tmp_path: Path) -> Non
         "temperature: got 9, allowed: a number from 0 to 2",
     ]
     assert (ran.summary["num_requests"], ran.summary["num_completed"], ran.summary["num_failed"]) == (12, 2, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f'{{"custom_id": {"1" * 5000}}}', "the line has a number of too many digits"),
+        ("[" * 100_000, "the line is nested too deeply"),
+        ('{"custom_id": Infinity}', "the line is not valid JSON: Infinity is no JSON number"),
+    ],
+)
+def test_what_a_line_cannot_hold_is_told_in_words_of_ours(text, message):
+    with pytest.raises(LineError) as told:
+        parse_line(text.encode(), set())
+    assert (told.value.code, str(told.value)) == ("invalid_json", message)
 
 
 def test_lines_that_are_not_utf8_or_too_deep_or_hold_half_a_character_are_errors(tmp_path: Path) -> None:

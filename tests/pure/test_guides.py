@@ -284,6 +284,7 @@ def test_a_vocabulary_may_be_a_multiple_of_32_and_larger_than_the_tokenizers() -
         ("regex", "a" * 65537, "constraint: got 65537 bytes, allowed: at most 65536"),
         ("regex", "(" * 65 + "a" + ")" * 65, "constraint: got brackets 65 deep, allowed: at most 64"),
         ("json_schema", "", "constraint: the schema is no JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("json_schema", f'{{"const": {"1" * 5000}}}', "constraint: the schema has a number of too many digits"),
         ("json_schema", "[]", "constraint: the schema is a list, allowed: an object"),
         ("choice", '["a", ""]', "constraint: allowed: a list of strings, none empty"),
         ("choice", "{", "constraint: allowed: a list of strings, none empty"),

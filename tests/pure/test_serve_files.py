@@ -60,6 +60,16 @@ def test_a_file_is_stored_listed_read_and_deleted(tmp_path):
     run(talk, tmp_path)
 
 
+@pytest.mark.parametrize("range_", ["bytes=0-1", "bytes=5-1", "bytes=99-", "bytes=", "lines=1-2", "bytes=0-1,3-4"])
+def test_a_range_is_passed_over_whether_it_is_one_or_not(range_, tmp_path):
+    async def talk(http):
+        made = (await http.post(FILES, **form(b"some\nlines\n"))).json()
+        return await http.get(f"{FILES}/{made['id']}/content", headers={"range": range_})
+
+    found = run(talk, tmp_path)
+    assert (found.status_code, found.content) == (200, b"some\nlines\n") and "accept-ranges" not in found.headers
+
+
 def test_lists_come_in_pages(tmp_path):
     async def talk(http):
         made = [(await http.post(FILES, **form(name=f"{index}"))).json()["id"] for index in range(5)]
