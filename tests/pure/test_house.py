@@ -82,9 +82,9 @@ def test_random_keys_are_made_in_sampling_and_by_a_models_initialisers():
     assert set(users(("jax.random",), "jaxkv", "scheduler")) <= {"jaxkv/sampling.py"}
 
 
-def test_threads_live_in_the_service_only():
+def test_threads_live_in_the_service_and_where_programs_are_read_ahead():
     found = users(("threading", "concurrent.futures", "_thread"), "jaxkv", "models", "scheduler")
-    assert set(found) == {"jaxkv/serve/service.py"}
+    assert set(found) == {"jaxkv/serve/service.py", "jaxkv/program_store.py"}
 
 
 def test_event_loops_live_in_the_server_only():
