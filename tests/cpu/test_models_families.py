@@ -88,7 +88,10 @@ def test_a_converted_checkpoint_has_the_same_weights_in_both_layouts(name: str, 
         assert all(np.array_equal(x, y) for x, y in zip(found, weights, strict=True))
 
 
-@pytest.fixture(scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FIXTURE_NAMES])
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ("llama", *FIXTURE_NAMES)],
+)
 def parking(request: pytest.FixtureRequest) -> Iterator[tuple[str, Engine]]:
     """An engine in float32 that parks every sequence after every three of its tokens."""
     fields = {"model__path": str(FIXTURES / request.param), "model__dtype": "float32", "pool__tokens": 256, "scheduler__rows": 2}
@@ -96,19 +99,29 @@ def parking(request: pytest.FixtureRequest) -> Iterator[tuple[str, Engine]]:
         yield request.param, made
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    return np.asarray(wide - np.log(np.exp(wide).sum(-1, keepdims=True)))
+
+
 def test_an_engine_that_parks_every_three_tokens_gives_the_references_greedy_ids_and_logprobs(parking: tuple[str, Engine]) -> None:
+    """At every place of both prompts, of the prompt's own token and the twenty likeliest; and of what was said."""
     name, made = parking
     expected = reference(name)
     prompts = [expected[f"input_ids_{i}"].tolist() for i in (0, 1)]
-    answers = tiny.run(made, prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True, logprobs=5))
+    answers = tiny.run(made, prompts, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True, logprobs=5, prompt_logprobs=20))
     for i, answer in enumerate(answers):
         assert answer.num_parks >= 9
         assert list(answer.token_ids) == expected[f"greedy_{i}"].tolist()
-        steps = expected[f"step_logits_{i}"].astype(np.float64)
-        logprobs = steps - np.log(np.exp(steps).sum(-1, keepdims=True))
-        assert answer.logprobs is not None
+        steps, places = (log_softmax(expected[f"{kind}_{i}"]) for kind in ("step_logits", "logits"))
+        assert answer.logprobs is not None and answer.prompt_logprobs is not None
         found = np.array([entry.logprob for entry in answer.logprobs])
-        assert np.abs(found - logprobs.max(-1)).max() < TOLERANCE
+        assert np.abs(found - steps.max(-1)).max() < TOLERANCE
+        scored = [entry for entry in answer.prompt_logprobs if entry is not None]
+        assert [entry.token_id for entry in scored] == prompts[i][1:]
+        for place, entry in zip(places, scored, strict=False):
+            tokens = [entry.token_id, *(token for token, _ in entry.top)]
+            assert np.abs(place[tokens] - [entry.logprob, *(logprob for _, logprob in entry.top)]).max() < TOLERANCE
 
 
 def test_parks_and_neighbours_change_no_byte(parking: tuple[str, Engine]) -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from jaxkv.models.layers import RMSNorm, rope_frequencies, rotate
 from jaxkv.models.llama import Llama
 from jaxkv.models.load_gguf import unpermute
 from jaxkv.models.read_config import read_config
+from jaxkv.request import SamplingParams
+from tests.cpu import tiny
 from tests.cpu.checkpoints import LLAMA, TOLERANCE, llama_copy, load, logits, reference, write_json
 
 
@@ -161,6 +164,30 @@ def test_stories260k_tells_its_documented_story(tmp_path: Path) -> None:
         prompt, greedy = story["input_ids"], story["greedy_ids"]
         found = np.asarray(step(state, jnp.asarray(prompt + greedy, jnp.int32)))
         assert found[len(prompt) - 1 : -1].argmax(-1).tolist() == greedy
+
+
+@pytest.mark.skipif(not _shared().exists(), reason="needs the stories260K files: set JAXKV_SHARED")
+def test_stories260k_tells_its_stories_word_for_word_while_it_is_parked_every_three_tokens(tmp_path: Path) -> None:
+    folder, vocabulary = _llama2c_folder(_shared() / "stories260K.bin", tmp_path), _vocabulary(_shared() / "tok512.bin")
+    stories = json.loads((_shared() / "stories260K_ref.json").read_text())
+    params = [SamplingParams(max_tokens=len(story["greedy_ids"]), temperature=0, ignore_eos=True) for story in stories]
+    with tiny.engine(model__path=str(folder), model__max_len=512, pool__tokens=512, debug__park_every=3) as made:
+        answers = tiny.run(made, [story["input_ids"] for story in stories], params)
+    for story, answer in zip(stories, answers, strict=True):
+        assert answer.num_parks > 10
+        said = b"".join(vocabulary[token] for token in [*story["input_ids"][1:], *answer.token_ids])
+        assert said.decode().strip() == story["text"].strip()
+        assert answer.token_ids == story["greedy_ids"]
+
+
+def _vocabulary(path: Path) -> list[bytes]:
+    """llama2.c's tokenizer: a count, then of each token a score, a length and its bytes; `<0x0A>` stands for a byte."""
+    raw, at, found = path.read_bytes(), 4, []
+    while at < len(raw):
+        length = int.from_bytes(raw[at + 4 : at + 8], "little")
+        token, at = raw[at + 8 : at + 8 + length], at + 8 + length
+        found.append(bytes.fromhex(token[3:5].decode()) if re.fullmatch(rb"<0x..>", token) else token)
+    return found
 
 
 def _llama2c_folder(path: Path, folder: Path) -> Path:
