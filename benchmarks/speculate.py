@@ -66,7 +66,7 @@ class _Case:
 
     def measure(self, kind: str) -> None:
         """All rows with the same text, half of them sampled."""
-        prompts = [self.engine.tokenizer.encode(TEXTS[kind], add_special_tokens=True)] * self.rows
+        prompts = [_tokens(self.engine, TEXTS[kind])] * self.rows
         params = [endless(self.tokens, temperature=0.7 * (seed % 2), seed=seed) for seed in range(self.rows)]
         answers: list[Completion] = []
         before = self._counts()
@@ -80,6 +80,12 @@ class _Case:
     def _counts(self) -> tuple[int, int, int, int]:
         stats = self.engine.stats
         return stats.num_draft_tokens, stats.num_draft_tokens_accepted, stats.num_row_tokens, stats.num_row_steps
+
+
+def _tokens(engine: Engine, words: str) -> list[int]:
+    """A text's tokens; for a model that came without a tokenizer, one for each byte."""
+    tokenizer = engine.tokenizer
+    return [3 + byte for byte in words.encode()] if tokenizer is None else tokenizer.encode(words, add_special_tokens=True)
 
 
 def _compared(kind: str, num: int, cases: dict[str, _Case]) -> dict[str, Any]:

@@ -16,6 +16,12 @@ from jaxkv.windows import near_layers, near_pages, sequence_pages, why_together
 MIB = 2**20
 
 
+def decode_width(rows: int) -> int:
+    """Rows that the decode programs are compiled for: never one, which is slow, and an even number. Of three XLA:CPU computes two as a pair
+    and the third by itself, whose last bits in a fused program (`gemma3_text` in float32) are others."""
+    return max(2, rows + rows % 2)
+
+
 def check_pool(config: Config, shapes: Shapes) -> None:
     """The configuration itself refuses a pool below one chunk; a model whose limit is below the chunk is caught here."""
     tokens = config.pool.tokens or 0

@@ -32,7 +32,7 @@ from jaxkv.models import (
 )
 from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding
-from jaxkv.pool_size import MIB, check_pool, check_staging, plan_layout, size_pool
+from jaxkv.pool_size import MIB, check_pool, check_staging, decode_width, plan_layout, size_pool
 from jaxkv.program_store import open_store
 from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, example_verify_batch, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
@@ -45,7 +45,6 @@ from jaxkv.states import about_states
 from jaxkv.transfer import HostMemory, Transfer, TransferSettings, choose_mode, host_states, probe_host_memory
 from jaxkv.windows import about_windows
 
-MIN_ROWS = 2  # compiled decode width: never one row
 OnStage = Callable[[str, float], None]
 
 
@@ -227,8 +226,7 @@ def choose_shapes(config: Config, model: ModelConfig) -> Shapes:
         raise ConfigError(f"model.max_len: got {max_len}, the model goes to {model.max_position}; lower it")
     scheduler = config.scheduler
     chunk = max(HEAD_TILE, scheduler.prefill_chunk)
-    rows = max(MIN_ROWS, scheduler.rows)
-    return Shapes(rows, chunk, max_len, model.vocab_size, config.transfer.chunk_pages, 1 + num_draft(config))
+    return Shapes(decode_width(scheduler.rows), chunk, max_len, model.vocab_size, config.transfer.chunk_pages, 1 + num_draft(config))
 
 
 def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory, mode: str) -> TransferSettings:

@@ -50,6 +50,10 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
         },
     ),
     "overlap": (["--rows", "2", "--prompt", "4", "--steps", "3"], {"prompt_tokens", "rows"}),
+    "speculate": (
+        ["--rows", "2", "--tokens", "12", "--kind", "draft", "--speculate.draft_path", str(tiny.LLAMA), "--model.max_len", "512"],
+        {"kind", "num_draft", "rows"},
+    ),
     "stall": (STALL, {"victim_tokens", "victim_mb", "bystanders", "gaps_ms", "copies"}),
     "startup": (["--prompt", "4"], {"format", "starts_s", "cold_over", "cold_over_processor"}),
     "serve": (
@@ -58,7 +62,7 @@ RUNS: dict[str, tuple[list[str], set[str]]] = {
     ),
 }  # fmt: skip
 
-COMPILE_MUCH = {"accuracy", "decode", "pressure", "startup", "serve"}  # for several sizes of pool, or without a cache
+COMPILE_MUCH = {"accuracy", "decode", "pressure", "speculate", "startup", "serve"}  # for several sizes of pool, or without a cache
 
 
 @pytest.fixture

@@ -295,7 +295,7 @@ def test_layers_with_a_window_that_share_one_table_with_others_keep_all_pages_an
         ("gemma3", {}),
         ("gemma3", {"speculate__kind": "ngram"}),
         ("mistral", {}),
-        ("qwen3_5", {"pool__state_snapshots": 4}),
+        ("qwen3_5", {"pool__state_snapshots": 4, "scheduler__rows": 3}),
         ("qwen3_5", {"speculate__kind": "mtp", "pool__kv_dtype": "int8"}),
         ("qwen3", {"speculate__kind": "draft", "speculate__draft_path": str(FIXTURES / "llama")}),
         ("mamba", {}),
