@@ -225,7 +225,7 @@ def choose_shapes(config: Config, model: ModelConfig) -> Shapes:
     if max_len > model.max_position:
         raise ConfigError(f"model.max_len: got {max_len}, the model goes to {model.max_position}; lower it")
     scheduler = config.scheduler
-    chunk = max(HEAD_TILE, scheduler.prefill_chunk)
+    chunk = max(HEAD_TILE, scheduler.prefill_chunk + scheduler.prefill_chunk % 2)  # even, as decode_width says
     return Shapes(decode_width(scheduler.rows), chunk, max_len, model.vocab_size, config.transfer.chunk_pages, 1 + num_draft(config))
 
 

@@ -169,6 +169,21 @@ def test_each_of_three_rows_gives_the_same_bits() -> None:
     assert answers == answers[:1] * 3
 
 
+def test_each_place_in_a_chunk_of_three_gives_the_same_bits() -> None:
+    """A prompt found in part is cut elsewhere, so its tokens come to other places of a chunk."""
+    wish = SamplingParams(max_tokens=12, temperature=0.7, ignore_eos=True, logprobs=2, cache_prompt=False)
+    with tiny.engine(model__path=str(FIXTURES / "gemma3"), model__dtype="float32", pool__tokens=512, scheduler__prefill_chunk=3) as made:
+        assert made.parts.shapes.chunk == 4
+        for seed in range(3):
+            prompt = tiny.prompt(22, seed)
+            expected = tiny.content(tiny.run(made, [prompt], [wish])[0])
+            found = replace(wish, cache_prompt=True)
+            tiny.run(made, [[*prompt[: 9 + seed], 5]], [found])
+            before = made.scheduler.counters.cached_tokens
+            assert tiny.content(tiny.run(made, [prompt], [found])[0]) == expected
+            assert made.scheduler.counters.cached_tokens > before
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 2), (2, 2), (3, 4), (4, 4), (5, 6)])
 def test_the_decode_programs_have_an_even_number_of_rows(rows: int, width: int) -> None:
     assert decode_width(rows) == width
