@@ -33,7 +33,7 @@ def command() -> Callable[[str], str]:
     """Finds a client's command, or skips the test."""
 
     def find(name: str) -> str:
-        own = None if FOLDER is None else shutil.which(str(Path(FOLDER).expanduser() / name / "bin" / name))
+        own = None if FOLDER is None else shutil.which(str(Path(FOLDER).expanduser().absolute() / name / "bin" / name))
         found = own or shutil.which(name)
         if found is None:
             pytest.skip(f"needs the command {name}: make test-clients installs it")
