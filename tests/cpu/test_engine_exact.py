@@ -161,7 +161,7 @@ def test_the_same_seed_in_two_rows_gives_the_same_text(tight: Engine) -> None:
 
 
 def test_each_of_three_rows_gives_the_same_bits() -> None:
-    """Of three columns XLA:CPU computes two as a pair, and for this family in float32 the third had other last bits."""
+    """Compiled for three, the last row of this family in float32 had other last bits."""
     wish = SamplingParams(max_tokens=12, temperature=0.7, ignore_eos=True, logprobs=2, cache_prompt=False)
     with tiny.engine(model__path=str(FIXTURES / "gemma3"), model__dtype="float32", scheduler__rows=3) as made:
         assert made.parts.shapes.rows == 4
