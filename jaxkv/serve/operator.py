@@ -9,6 +9,7 @@ from starlette.responses import Response
 from jaxkv import __version__
 from jaxkv.config import Config
 from jaxkv.errors import RequestError
+from jaxkv.openai.values import refuse
 from jaxkv.serve import errors
 from jaxkv.serve.interface import ServeEngine
 from jaxkv.serve.keys import bearer
@@ -38,7 +39,7 @@ def operator_routes(site: Site) -> APIRouter:
         check_operator(site, request)
         action = request.query_params.get("action")
         if action not in ACTIONS:
-            raise RequestError(f"action: got {action and action[:20]!r}, allowed: {', '.join(ACTIONS)}", "action")
+            raise refuse("action", action, ", ".join(ACTIONS))
         if not (slot_id.isascii() and slot_id.isdigit() and len(slot_id) < 18):
             raise errors.no_slot(slot_id)
         return JsonResponse(await site.service.call(lambda engine: do(engine, int(slot_id), action), to_look=True))

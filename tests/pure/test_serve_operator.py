@@ -73,9 +73,9 @@ def test_an_operator_parks_restores_and_cancels():
          "server.operator_key_file"),
         ("/slots/0?action=park", {"authorization": "Bearer other"}, 401, "this needs an operator key as `Authorization: Bearer KEY`; the "
          "server takes them from server.operator_key_file"),
-        ("/slots/0", BOSS, 400, "action: got None, allowed: park, restore, cancel"),
-        ("/slots/0?action=stop", BOSS, 400, "action: got 'stop', allowed: park, restore, cancel"),
-        (f"/slots/0?action={'x' * 9000}", BOSS, 400, f"action: got '{'x' * 20}', allowed: park, restore, cancel"),
+        ("/slots/0", BOSS, 400, "action: got null, allowed: park, restore, cancel"),
+        ("/slots/0?action=stop", BOSS, 400, "action: got \"stop\", allowed: park, restore, cancel"),
+        (f"/slots/0?action={'x' * 9000}", BOSS, 400, f"action: got \"{'x' * 56}..., allowed: park, restore, cancel"),
         ("/slots/7?action=park", BOSS, 404, "no sequence has the id 7 now; GET /slots lists them"),
         ("/slots/x?action=park", BOSS, 404, "no sequence has the id x now; GET /slots lists them"),
         ("/slots/0?action=restore", BOSS, 400, "restore: sequence 0 is not held"),
