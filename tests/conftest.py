@@ -1,6 +1,7 @@
 """What all tests share: a strict JAX on the CPU, marks by folder, the real weights where they are, Python in a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,10 @@ if not ON_ACCELERATOR:
     os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+
+# A shell starts what runs in the background with interrupts ignored, and so would be those that tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("jaxkv", deadline=None)
 settings.load_profile("jaxkv")
