@@ -16,10 +16,11 @@ from jaxkv.windows import near_layers, near_pages, sequence_pages, why_together
 MIB = 2**20
 
 
-def decode_width(rows: int) -> int:
-    """Rows that the decode programs are compiled for: never one, which is slow, and an even number. Of three the last one had other last
-    bits with `gemma3_text` in float32 on XLA:CPU, in the whole program and in no layer by itself; no other width or family did."""
-    return max(2, rows + rows % 2)
+def compiled_width(num: int) -> int:
+    """For how many rows, or tokens of a chunk, programs are compiled: never one, which is slow, and an even number. Of three the last one
+    had other last bits with `gemma3_text` in float32 on XLA:CPU, in the whole program and in no layer by itself; nothing else that was
+    tried had (widths of 2 and 4 to 9, other families at three)."""
+    return max(2, num + num % 2)
 
 
 def check_pool(config: Config, shapes: Shapes) -> None:

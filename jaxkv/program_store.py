@@ -65,9 +65,9 @@ class ProgramStore:
     def build(self, recipe: Any, lower: Callable[[], Any], options: str) -> Compiled:
         """The program of a recipe: as it was kept, else lowered, and compiled if the same was never compiled here with these options."""
         made_of = self._made_of(recipe, options)
-        for name in [] if made_of is None else self._read_names(f"{made_of}.made-of")[:1]:
-            if (found := self._load(name)) is not None:
-                return found
+        names = [] if made_of is None else self._read_names(f"{made_of}.made-of")
+        if len(names) == 1 and (found := self._load(names[0])) is not None:
+            return found
         lowered = lower()
         name = digest(FORMAT, self._facts, options, str(lowered.in_tree), str(lowered.out_tree), lowered.as_text())
         found = self._load(name)

@@ -27,7 +27,7 @@ from jaxkv.models.read_config import read_config
 from jaxkv.models.read_recurrent import HYBRIDS
 from jaxkv.models.states import WIDTHS
 from jaxkv.pool import cell_len
-from jaxkv.pool_size import decode_width
+from jaxkv.pool_size import compiled_width
 from jaxkv.speculate.small import check_pair
 from jaxkv.windows import image_pages, near_layers, near_pages, sequence_pages, why_together
 
@@ -108,7 +108,8 @@ def measure(
     guesses = guess_numbers(config, model, dtype, weight_dtype, kv_dtype)
     weights, weights_each = weights + guesses.weight_bytes, weights_each + guesses.weight_bytes_each
     token, beside = token + guesses.head_token_bytes, guesses.small_token_bytes
-    rows, width = config.scheduler.rows, decode_width(config.scheduler.rows)
+    rows, width = config.scheduler.rows, compiled_width(config.scheduler.rows)
+    step = compiled_width(config.scheduler.prefill_chunk)
     page, chunk = config.pool.page_size, config.transfer.chunk_pages
     each_pages = sequence_pages(model.window, length, config.scheduler.prefill_chunk, page)
     staging = config.transfer.staging_mib * MIB // num
@@ -116,10 +117,10 @@ def measure(
     states = slots * state_bytes_each(model, dtype, num)
     fixed = weights_each + states
     free = None if memory_bytes is None else memory_bytes - weights_each
-    most = width * sequence_pages(model.window, max_len, config.scheduler.prefill_chunk, page) * page
+    most = width * sequence_pages(model.window, max_len, step, page) * page
     tokens = pool_tokens(config, token + beside, free, states, most)
     near, window = near_layers(model)
-    apart = near_pages(model, width, max_len, config.scheduler.prefill_chunk, page, (tokens or 0) // page)
+    apart = near_pages(model, width, max_len, step, page, (tokens or 0) // page)
     near_token = token * len(near) // len(model.page_layers) if apart and why_together(config) is None else 0
     far_token, near_bytes = token - near_token, (apart + 1) * page * near_token  # with the trash page
     if near_token:

@@ -32,7 +32,7 @@ from jaxkv.models import (
 )
 from jaxkv.page_programs import mode_recipes
 from jaxkv.pool import PoolHolder, PoolLayout, allocate, pool_sharding
-from jaxkv.pool_size import MIB, check_pool, check_staging, decode_width, plan_layout, size_pool
+from jaxkv.pool_size import MIB, check_pool, check_staging, compiled_width, plan_layout, size_pool
 from jaxkv.program_store import open_store
 from jaxkv.programs import HEAD_TILE, Programs, Shapes, Weights, build_programs, example_batches, example_verify_batch, take_apart
 from jaxkv.scheduler import Chunk, SchedulerConfig
@@ -99,9 +99,9 @@ def start(config: Config, on_stage: OnStage | None = None) -> Parts:
     moves = mode_recipes(mode, layout, shapes.transfer_pages, mesh, host.sharding) | copy_recipes(layout, mesh)
     moves |= state_recipes(mode, layout, mesh, host_states(layout, mesh, host)) | snapshot_recipes(layout, mesh)
     programs = build_programs(model, layout, shapes, mesh, moves, store, exact_float32=dtype == "float32")
+    small = None if plan.small is None else start_small(small_model, plan.small.config, layout, shapes, mesh, store)
     if store is not None:
         store.note_used(kind)
-    small = None if plan.small is None else start_small(small_model, plan.small.config, layout, shapes, mesh)
     stage("compile")
     kept = allocate_snapshots(layout, mesh)
     pool = PoolHolder(allocate(layout, mesh), **programs.movers(), num_states=len(layout.states), snapshots=kept, near=layout.near)
@@ -225,8 +225,8 @@ def choose_shapes(config: Config, model: ModelConfig) -> Shapes:
     if max_len > model.max_position:
         raise ConfigError(f"model.max_len: got {max_len}, the model goes to {model.max_position}; lower it")
     scheduler = config.scheduler
-    chunk = max(HEAD_TILE, scheduler.prefill_chunk + scheduler.prefill_chunk % 2)  # even, as decode_width says
-    return Shapes(decode_width(scheduler.rows), chunk, max_len, model.vocab_size, config.transfer.chunk_pages, 1 + num_draft(config))
+    rows, chunk = compiled_width(scheduler.rows), max(HEAD_TILE, compiled_width(scheduler.prefill_chunk))
+    return Shapes(rows, chunk, max_len, model.vocab_size, config.transfer.chunk_pages, 1 + num_draft(config))
 
 
 def transfer_settings(config: Config, layout: PoolLayout, host: HostMemory, mode: str) -> TransferSettings:

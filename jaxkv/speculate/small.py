@@ -24,7 +24,7 @@ from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.interrupt import check_interrupt
 from jaxkv.models import CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint, spread
 from jaxkv.pool import PoolArrays, PoolLayout, allocate
-from jaxkv.program_store import open_store
+from jaxkv.program_store import ProgramStore
 from jaxkv.programs import (
     Program,
     Recipe,
@@ -189,9 +189,9 @@ def load_small(info: CheckpointInfo, dtype: str, mesh: Mesh) -> Any:
     return load_checkpoint(info, dtype=dtype, mesh=mesh, on_tensor=lambda done, total: check_interrupt()).model
 
 
-def start_small(model: Any, config: ModelConfig, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> SmallModel:
-    """Compiled and run once."""
-    own, store = small_layout(layout, config, mesh.size), open_store(mesh)
+def start_small(model: Any, config: ModelConfig, layout: PoolLayout, shapes: Shapes, mesh: Mesh, store: ProgramStore | None) -> SmallModel:
+    """Compiled, or taken out of the store, and run once."""
+    own = small_layout(layout, config, mesh.size)
     recipes = small_recipes(model, own, shapes, mesh)
     programs = {name: compile_program(name, recipe, mesh, store) for name, recipe in recipes.items()}
     small = SmallModel(take_apart(model)[0], own, mesh, programs["draft_fill"], programs["draft"], shapes.chunk)

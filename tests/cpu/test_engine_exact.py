@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.engine import Engine
-from jaxkv.pool_size import decode_width
+from jaxkv.pool_size import compiled_width
 from jaxkv.request import SamplingParams
 from jaxkv.scheduler import State
 from tests.cpu import tiny
@@ -184,9 +184,9 @@ def test_each_place_in_a_chunk_of_three_gives_the_same_bits() -> None:
             assert made.scheduler.counters.cached_tokens > before
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 2), (2, 2), (3, 4), (4, 4), (5, 6)])
-def test_the_decode_programs_have_an_even_number_of_rows(rows: int, width: int) -> None:
-    assert decode_width(rows) == width
+@pytest.mark.parametrize(("num", "width"), [(1, 2), (2, 2), (3, 4), (4, 4), (5, 6)])
+def test_programs_are_compiled_for_an_even_number_of_rows_and_tokens(num: int, width: int) -> None:
+    assert compiled_width(num) == width
 
 
 def test_two_engines_with_the_same_fingerprint_agree_byte_for_byte_and_another_width_has_another_fingerprint() -> None:

@@ -293,6 +293,7 @@ def test_layers_with_a_window_that_share_one_table_with_others_keep_all_pages_an
     [
         ("llama", {}),
         ("gemma3", {}),
+        ("gemma3", {"scheduler__prefill_chunk": 7, "pool__page_size": 1}),
         ("gemma3", {"speculate__kind": "ngram"}),
         ("mistral", {}),
         ("qwen3_5", {"pool__state_snapshots": 4, "scheduler__rows": 3}),
