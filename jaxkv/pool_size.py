@@ -11,7 +11,7 @@ from jaxkv.models import ModelConfig
 from jaxkv.pool import PoolLayout, StateArray, storage_dtype
 from jaxkv.programs import Shapes
 from jaxkv.states import state_arrays
-from jaxkv.windows import near_layers, near_pages, sequence_pages, why_together
+from jaxkv.windows import near_layers, near_pages, sequence_pages
 
 MIB = 2**20
 
@@ -54,11 +54,11 @@ def plan_layout(config: Config, model: ModelConfig, shapes: Shapes, dtype: str, 
 def set_apart(config: Config, model: ModelConfig, shapes: Shapes, layout: PoolLayout) -> PoolLayout:
     """The layers with a window get pages of their own, where others see all and all rows together need fewer than the pool has.
 
-    Not where requests shift their contexts, nor with speculation.
+    Not where requests shift their contexts, since a shift may need more than the window.
     """
     near, window = near_layers(model)
-    num_pages = near_pages(model, shapes.rows, shapes.max_len, shapes.chunk, layout.page_size, layout.num_pages)
-    if not num_pages or why_together(config) is not None:
+    num_pages = near_pages(model, shapes.rows, shapes.max_len, max(shapes.chunk, shapes.num_columns), layout.page_size, layout.num_pages)
+    if not num_pages or config.request.context_shift:
         return layout
     return replace(layout, near=near, near_pages=num_pages, near_window=window)
 

@@ -131,8 +131,8 @@ class Programs:
 
 def example_verify_batch(shapes: Shapes, layout: PoolLayout) -> VerifyBatch:
     """The same for the program that checks guesses."""
-    knobs = neutral_knobs(shapes.rows, shapes.max_len, shapes.vocab_size)
-    return example_verify(shapes.rows, shapes.num_columns, table_width(shapes.max_len, layout.page_size), knobs)
+    width, knobs = table_width(shapes.max_len, layout.page_size), neutral_knobs(shapes.rows, shapes.max_len, shapes.vocab_size)
+    return example_verify(shapes.rows, shapes.num_columns, width, width if layout.near else 0, knobs)
 
 
 def example_batches(shapes: Shapes, layout: PoolLayout) -> tuple[DecodeBatch, PrefillBatch]:

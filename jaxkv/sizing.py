@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxkv.config import Config
+from jaxkv.config import Config, num_draft
 from jaxkv.config.budget import AUTO_MIB, MIB
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
@@ -29,7 +29,7 @@ from jaxkv.models.states import WIDTHS
 from jaxkv.pool import cell_len
 from jaxkv.pool_size import compiled_width
 from jaxkv.speculate.small import check_pair
-from jaxkv.windows import image_pages, near_layers, near_pages, sequence_pages, why_together
+from jaxkv.windows import image_pages, near_layers, near_pages, sequence_pages
 
 GIB = 2**30
 
@@ -120,8 +120,8 @@ def measure(
     most = width * sequence_pages(model.window, max_len, step, page) * page
     tokens = pool_tokens(config, token + beside, free, states, most)
     near, window = near_layers(model)
-    apart = near_pages(model, width, max_len, step, page, (tokens or 0) // page)
-    near_token = token * len(near) // len(model.page_layers) if apart and why_together(config) is None else 0
+    apart = near_pages(model, width, max_len, max(step, 1 + num_draft(config)), page, (tokens or 0) // page)
+    near_token = token * len(near) // len(model.page_layers) if apart and not config.request.context_shift else 0
     far_token, near_bytes = token - near_token, (apart + 1) * page * near_token  # with the trash page
     if near_token:
         tokens = pool_tokens(config, far_token, free, near_bytes // num, most)
@@ -169,9 +169,12 @@ def about_window(config: Config, model: ModelConfig, tokens: int | None, near_to
     seen = f"{window:,} tokens in {len(near)} of {len(model.page_layers)} layers; "
     if near_tokens:
         return f"{seen}{near_tokens:,} tokens of their own, {near_bytes / MIB:.1f} MiB of the pool's bytes"
-    if tokens is None and why_together(config) is None:
+    if tokens is None and not config.request.context_shift:
         return seen + "what they keep depends on the pool"
-    return seen + f"all pages are kept: {why_together(config) or 'pages of their own would be no fewer'}"
+    return (
+        seen
+        + f"all pages are kept: {'request.context_shift: true' if config.request.context_shift else 'pages of their own would be no fewer'}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,21 +28,15 @@ def near_layers(model: ModelConfig) -> tuple[tuple[int, ...], int]:
     return (tuple(near), max(near.values())) if near and model.window is None and not model.state_layers else ((), 0)
 
 
-def near_pages(model: ModelConfig, rows: int, max_len: int, chunk: int, page_size: int, pool_pages: int) -> int:
-    """Pages for these layers alone: as many as all rows can hold at once; 0 where that is no less than the pool has, or can be filled.
+def near_pages(model: ModelConfig, rows: int, max_len: int, step: int, page_size: int, pool_pages: int) -> int:
+    """Pages for these layers alone: as many as all rows can hold at once, which compute up to `step` tokens at a time; 0 where that is no
+    less than the pool has, or can be filled.
 
     Then they lie in the pool's own pages: whoever has room for those of the other layers has room for these too.
     """
     near, window = near_layers(model)
-    num = rows * (-(-(window + chunk) // page_size) + 1)
+    num = rows * (-(-(window + step) // page_size) + 1)
     return num if near and num < min(pool_pages, rows * -(-max_len // page_size)) else 0
-
-
-def why_together(config: Config) -> str | None:
-    """The setting with which layers with a window share one table with those that see everything, and free no page; None without one."""
-    if config.request.context_shift:
-        return "request.context_shift: true"  # a shift may need more than the window
-    return None if config.speculate.kind == "none" else f"speculate.kind: {config.speculate.kind}"  # the verify program has one table
 
 
 def about_windows(config: Config, model: ModelConfig, layout: PoolLayout, max_len: int) -> list[str]:
@@ -54,10 +48,10 @@ def about_windows(config: Config, model: ModelConfig, layout: PoolLayout, max_le
             f"{layout.near_pages} pages for all rows ({size:.0f} MiB); contexts do not shift"
         ]
     near, window = near_layers(model)
-    if (why := why_together(config)) is not None and near and window < max_len:
+    if config.request.context_shift and near and window < max_len:
         return [
             f"{len(near)} of {layout.num_layers} layers see the last {window} tokens, and keep all pages until a sequence ends, as with "
-            f"{why} they have one table with the others"
+            "request.context_shift: true they have one table with the others"
         ]
     if layout.window is None or layout.window >= max_len:
         return []

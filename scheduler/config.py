@@ -38,8 +38,8 @@ def validate(config: SchedulerConfig) -> None:
 
 def _check_near(config: SchedulerConfig) -> None:
     """All rows together must be able to hold what each may, so that the pages of layers with a window are never what is short."""
-    if config.near_window is None or config.window is not None or config.state_bytes or config.num_draft:
-        raise ValueError("near_pages are for models some of whose layers have a window, without states and without guesses")
+    if config.near_window is None or config.window is not None or config.state_bytes:
+        raise ValueError("near_pages are for models some of whose layers have a window, without states")
     _at_least(config, "near_window", 1)
     least = config.rows * near_most(config)
     if config.near_pages < least:

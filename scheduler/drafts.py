@@ -8,6 +8,7 @@ for which there is no cell is not checked.
 """
 
 from jaxkv.scheduler.books import Books, Turn
+from jaxkv.scheduler.near import lend_near, take_back_near
 from jaxkv.scheduler.need import most_cells, pages_for, step_pages
 from jaxkv.scheduler.plan import DecodeRow, TableUpdate
 from jaxkv.scheduler.sequence import Sequence, State
@@ -16,6 +17,7 @@ from jaxkv.scheduler.sequence import Sequence, State
 def take_back(books: Books) -> None:
     """Whatever a row that decodes has beyond its next cell was lent."""
     for seq in books.residents if books.config.num_draft else ():
+        take_back_near(books, seq)
         if seq.state is State.DECODING and (num := len(seq.pages) - step_pages(books.config, seq)) > 0:
             lent = seq.pages[-num:]
             del seq.pages[-num:]
@@ -39,7 +41,8 @@ def widen(books: Books, turn: Turn, row: DecodeRow) -> DecodeRow:
             pages = books.pages.take(seq.seq_id, num)
             turn.tables.append(TableUpdate(row.row, len(seq.pages), tuple(pages)))
             seq.pages += pages
-        num_held = len(seq.pages) * config.page_size - seq.num_cells
+        lend_near(books, turn, seq, num_cells)
+        num_held = (min(len(seq.pages), len(seq.near)) if config.near_pages else len(seq.pages)) * config.page_size - seq.num_cells
         num_cells = min(num_cells, num_held)
         num_spare = num_held - num_cells
     return row._replace(num_cells=num_cells, num_spare=num_spare)

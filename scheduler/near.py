@@ -10,7 +10,7 @@ these end by themselves. So nobody is parked for them, and only who takes, share
 from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.need import near_gone, near_lacking, near_most, pages_for, step_cells
 from jaxkv.scheduler.plan import NO_PAGE, TableUpdate
-from jaxkv.scheduler.sequence import Sequence
+from jaxkv.scheduler.sequence import Sequence, State
 
 
 def drop_near(books: Books) -> None:
@@ -34,10 +34,31 @@ def grow_near(books: Books, turn: Turn, seq: Sequence) -> None:
     """Give it the pages that its next step lacks; the caller has looked at how many are free."""
     num = near_lacking(books.config, seq)
     if num:
-        assert seq.row is not None
-        pages = books.near.take(seq.seq_id, num)
-        turn.tables.append(TableUpdate(seq.row, len(seq.near), tuple(pages), is_near=True))
-        seq.near += pages
+        add_near(books, turn, seq, num)
+
+
+def add_near(books: Books, turn: Turn, seq: Sequence, num: int) -> None:
+    """So many pages more, behind those it has."""
+    assert seq.row is not None
+    pages = books.near.take(seq.seq_id, num)
+    turn.tables.append(TableUpdate(seq.row, len(seq.near), tuple(pages), is_near=True))
+    seq.near += pages
+
+
+def lend_near(books: Books, turn: Turn, seq: Sequence, num_cells: int) -> None:
+    """Give it the pages for so many cells more, as far as there are any free."""
+    num = pages_for(seq.num_cells + num_cells, books.config.page_size) - len(seq.near) if books.config.near_pages else 0
+    if (num := min(num, books.near.num_free)) > 0:
+        add_near(books, turn, seq, num)
+
+
+def take_back_near(books: Books, seq: Sequence) -> None:
+    """Whatever a row has beyond its next step was lent."""
+    if not books.config.near_pages or seq.state not in (State.DECODING, State.REPLAYING):
+        return
+    num = pages_for(step_cells(books.config, seq, seq.num_cells), books.config.page_size)
+    books.near.give_back(seq.seq_id, seq.near[num:])
+    del seq.near[num:]
 
 
 def enter_near(books: Books, turn: Turn, seq: Sequence) -> None:

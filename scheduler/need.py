@@ -192,8 +192,8 @@ def near_gone(config: SchedulerConfig, num_cells: int) -> int:
 
 
 def near_most(config: SchedulerConfig) -> int:
-    """Pages of its own that a row holds at once, at most, in the layers with a window: those of the window, of a chunk, and one."""
-    return pages_for((config.near_window or 0) + config.prefill_chunk, config.page_size) + 1
+    """Pages of its own that a row holds at once, at most, in the layers with a window: those of the window, of a step, and one."""
+    return pages_for((config.near_window or 0) + max(config.prefill_chunk, 1 + config.num_draft), config.page_size) + 1
 
 
 def near_lacking(config: SchedulerConfig, seq: Sequence) -> int:

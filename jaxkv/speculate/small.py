@@ -98,7 +98,7 @@ def check_pair(model: ModelConfig, target: ModelConfig) -> None:
 def small_layout(layout: PoolLayout, model: ModelConfig, num_shards: int) -> PoolLayout:
     """The small model's pages under the pool's numbers."""
     shape = {"num_layers": model.num_layers, "num_kv_heads": spread(model, num_shards).num_kv_heads, "head_dim": model.head_dim}
-    return replace(layout, **shape, states=(), rows=0, snapshots=0, window=None)  # type: ignore[arg-type]
+    return replace(layout, **shape, states=(), rows=0, snapshots=0, window=None, near=(), near_pages=0, near_window=None)  # type: ignore[arg-type]
 
 
 def small_recipes(model: Any, layout: PoolLayout, shapes: Shapes, mesh: Mesh) -> dict[str, Recipe]:

@@ -69,7 +69,7 @@ class Speculation:
                 said = batch.knobs.history_len[row.row]
                 batch.knobs.history[row.row, said : said + len(more)] = more
         may_accept: Any = np.bool_(not self._rejects)
-        return VerifyBatch(tokens, batch.positions, num_tokens, is_known, may_accept, batch.table, batch.knobs)
+        return VerifyBatch(tokens, batch.positions, num_tokens, is_known, may_accept, batch.table, batch.near, batch.knobs)
 
     def guess(self, batch: DecodeBatch, wanted: Mapping[DecodeRow, int], live: Mapping[int, Live]) -> dict[int, list[int]]:
         """At most so many guesses for each row, by its sequence."""

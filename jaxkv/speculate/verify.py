@@ -33,14 +33,16 @@ class VerifyBatch(NamedTuple):
     is_known: Bool[HostOrDevice, " b"]  # computed again: there is nothing to guess
     may_accept: Bool[HostOrDevice, ""]
     table: Int[HostOrDevice, "b w"]
+    near: Int[HostOrDevice, "b v"]  # of the layers whose pages are a group of their own; v is 0 where there are none
     knobs: Knobs  # of the first
 
 
-def example_verify(rows: int, columns: int, width: int, knobs: Knobs) -> VerifyBatch:
+def example_verify(rows: int, columns: int, width: int, near_width: int, knobs: Knobs) -> VerifyBatch:
     """One that does nothing, as NumPy arrays."""
     ints, no = np.zeros(rows, np.int32), np.zeros(rows, bool)
     may_accept: Any = np.bool_(False)
-    return VerifyBatch(np.zeros((rows, columns), np.int32), ints, ints, no, may_accept, np.zeros((rows, width), np.int32), knobs)
+    tokens, table, near = (np.zeros((rows, num), np.int32) for num in (columns, width, near_width))
+    return VerifyBatch(tokens, ints, ints, no, may_accept, table, near, knobs)
 
 
 class Checked(NamedTuple):
@@ -72,8 +74,8 @@ def check_guesses(
     column = jnp.arange(c)[None]
     valid = column < jnp.asarray(batch.num_tokens)[:, None]
     positions = jnp.where(valid, jnp.asarray(batch.positions)[:, None] + column, 0).reshape(b * c)
-    table = jnp.repeat(jnp.asarray(batch.table), c, axis=0)
-    attend = paged_attend(layout, table, positions[:, None], valid.reshape(b * c, 1))
+    table, near = (jnp.repeat(jnp.asarray(one), c, axis=0) for one in (batch.table, batch.near))
+    attend = paged_attend(layout, table, positions[:, None], valid.reshape(b * c, 1), near)
     tokens = jnp.asarray(batch.tokens).reshape(b * c)
     with jax.named_scope("layers"):
         hidden, pool = run_layers(model, layout, tokens, positions, pool, attend, advance_columns(layout, valid))

@@ -268,7 +268,6 @@ def test_a_small_model_that_guesses_is_counted_beside_the_pool_and_in_no_image()
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"speculate__kind": "ngram"}, "speculate.kind: ngram"),
         ({"request__context_shift": True}, "request.context_shift: true"),
         ({"pool__tokens": 108}, "pages of their own would be no fewer"),
     ],
@@ -295,6 +294,7 @@ def test_layers_with_a_window_that_share_one_table_with_others_keep_all_pages_an
         ("gemma3", {}),
         ("gemma3", {"scheduler__prefill_chunk": 7, "pool__page_size": 1}),
         ("gemma3", {"speculate__kind": "ngram"}),
+        ("gemma3", {"speculate__kind": "ngram", "speculate__num_draft": 16, "scheduler__prefill_chunk": 4}),
         ("mistral", {}),
         ("qwen3_5", {"pool__state_snapshots": 4, "scheduler__rows": 3}),
         ("qwen3_5", {"speculate__kind": "mtp", "pool__kv_dtype": "int8"}),

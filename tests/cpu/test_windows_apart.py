@@ -15,6 +15,8 @@ from jaxkv.startup import outline
 from tests import exactness
 from tests.cpu import checkpoints, tiny
 from tests.cpu.checkpoints import FIXTURES
+from tests.cpu.test_speculate import NUM_DRAFT, Oracle, at_random, reset
+from tests.cpu.test_speculate_small import rounds
 
 # Window 16, chunks of 8, pages of 4: in layers with a window each of 4 rows holds 7 pages at most
 ENGINES: dict[str, dict[str, Any]] = {
@@ -131,12 +133,49 @@ def test_the_choices_of_a_group_are_those_that_come_one_by_one(made: Engine, num
     tiny.settle(made)
 
 
+@pytest.fixture(scope="module")
+def guessing() -> Iterator[Engine]:
+    with tiny.engine(**fields(QUICK), pool__tokens=256, speculate__kind="ngram", speculate__num_draft=NUM_DRAFT) as engine:
+        assert (engine.parts.layout.near_pages, engine.parts.scheduler_config.num_draft) == (28, NUM_DRAFT)
+        yield engine
+
+
+@pytest.mark.parametrize(("changes", "least_parks"), RULES)
+def test_guesses_change_no_byte_where_layers_have_pages_of_their_own(guessing: Engine, changes: dict[str, Any], least_parks: int) -> None:
+    prompts, params = requests()
+    reset(guessing, rejects=True)
+    plain = tiny.alone(guessing, prompts, params)
+    oracle = Oracle({tuple(prompt): one.token_ids for prompt, one in zip(prompts, plain, strict=True)}, at_random)
+    reset(guessing, oracle, **changes)
+    assert list(map(tiny.content, tiny.run(guessing, prompts, params))) == list(map(tiny.content, plain))
+    assert oracle.num_guessed > 100
+    assert guessing.scheduler.counters.num_parks >= least_parks // 2  # several tokens a step
+
+
+@pytest.mark.slow
+def test_a_small_model_guesses_where_layers_have_pages_of_their_own() -> None:
+    """It guesses for itself, with all its layers in pages of the pool's numbers."""
+    prompts, params = requests()
+    path = str(FIXTURES / "gemma3")
+    more: dict[str, Any] = {"pool__tokens": 256, "speculate__kind": "draft", "speculate__draft_path": path}
+    found = []
+    for changes in ({"debug__reject_drafts": True}, {}, {"debug__park_every": 3}):
+        with tiny.engine(**fields(QUICK), **more, **changes) as made:
+            assert made.parts.layout.near and made.parts.small is not None and not made.parts.small.layout.near
+            found.append(list(map(tiny.content, tiny.run(made, prompts, params))))
+            assert made.stats.num_draft_tokens > 10  # after a park it is told of everything again, a chunk a step
+            if not changes:
+                _, checked, true = rounds(made)
+                assert checked == true > 25  # the likeliest token, which it knows
+    assert found[1:] == found[:1] * 2
+
+
 def test_a_shift_is_refused_where_windows_keep_no_more_and_possible_where_all_requests_shift(made: Engine, name: str) -> None:
     with pytest.raises(RequestError, match="context_shift: got true, but the layers with a window keep no more than that here"):
         made.submit([5, 6], SamplingParams(context_shift=True))
     assert outline(tiny.config(**fields(name), pool__tokens=256)).layout.near
     assert not outline(tiny.config(**fields(name), pool__tokens=256, request__context_shift=True)).layout.near
-    assert not outline(tiny.config(**fields(name), pool__tokens=256, speculate__kind="ngram")).layout.near
+    assert outline(tiny.config(**fields(name), pool__tokens=256, speculate__kind="ngram")).layout.near
 
 
 def test_it_is_said_once_at_load(made: Engine) -> None:

@@ -66,7 +66,7 @@ def with_window(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
 def with_near(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
     """The same for a model some of whose layers see a window only, and have pages of their own."""
     window = rng.choice([1, 2, 3, 5, 8, 13])
-    most = -(-(window + config.prefill_chunk) // config.page_size) + 1
+    most = -(-(window + max(config.prefill_chunk, 1 + config.num_draft)) // config.page_size) + 1
     return replace(config, near_window=window, near_pages=config.rows * most, near_bytes=7)
 
 

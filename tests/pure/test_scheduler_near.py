@@ -54,6 +54,23 @@ def test_an_image_has_all_pages_of_one_kind_and_the_windows_of_the_other() -> No
     assert loop.tokens == {0: 40}
 
 
+def test_guesses_have_cells_of_both_kinds_for_one_step() -> None:
+    """3 guesses in pages of 2: a page of each kind is lent, and the window's share of a row is what it was."""
+    loop = FakeLoop(replace(CONFIG, num_draft=3))
+    loop.runner.num_true = lambda row: 1
+    loop.add(0, 9, 40)
+    widths = []
+    while not loop.ends:
+        plan = loop.step()
+        if plan.decode and not loop.ends:
+            (view,) = loop.scheduler.snapshot().sequences
+            widths.append(plan.decode[0].num_cells)
+            assert held_near(loop) <= 5 and view.num_pages <= -(-(view.num_cells + 3) // 2)
+    assert set(widths[:-2]) == {4} and len(widths) < 25
+    loop.run()
+    assert held_near(loop) == 0
+
+
 def test_host_memory_counts_both_kinds_and_keeps_only_those_that_last() -> None:
     host = HostLedger(26, 10, 0, 3)
     image = host.take(1, [*cut(4, 4, 2), *near_spans(4, 2, 0)], {})
@@ -133,6 +150,6 @@ def test_what_cannot_work_is_refused() -> None:
         Scheduler(CONFIG).add(0, 3, 4, 0.0, shift=ContextShift(10, 0, 2))
     with pytest.raises(ValueError, match="scheduler setting near_pages is 11, but 2 rows need at least 12"):
         Scheduler(replace(CONFIG, near_pages=11))
-    for changes in ({"near_window": None}, {"window": 3}, {"state_bytes": 9}, {"num_draft": 2}):
-        with pytest.raises(ValueError, match="near_pages are for models some of whose layers have a window, without states and without"):
+    for changes in ({"near_window": None}, {"window": 3}, {"state_bytes": 9}):
+        with pytest.raises(ValueError, match="near_pages are for models some of whose layers have a window, without states"):
             Scheduler(replace(CONFIG, **changes))

@@ -104,7 +104,7 @@ def test_a_lent_page_is_not_missed_by_one_that_comes_in() -> None:
 def test_random_runs_keep_every_promise_whatever_comes_true() -> None:
     totals: Counter[str] = Counter()
     for seed in range(120):
-        for more in ({}, {"states": True}, {"windows": True}):
+        for more in ({}, {"states": True}, {"windows": True}, {"near": True}):
             try:
                 totals += Counter(run_seed(seed, num_draft=1 + seed % 4, **more).counts)
             except Exception as error:
