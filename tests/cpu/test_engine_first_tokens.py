@@ -139,32 +139,36 @@ def test_what_lies_between_a_token_drawn_ahead_and_the_next_is_no_gap_between_st
     assert len(roomy.stats.token_gap_s) - before == 4 * 2 + 2 * 1
 
 
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Engine]:
+    with tiny.engine(scheduler__rows=2, pool__tokens=128) as made:
+        yield give_bytes(made)
+
+
 @pytest.mark.parametrize("which", [3, 5])
 @pytest.mark.parametrize("does", ["park", "cancel", "lose", "break"])
-def test_what_befalls_one_that_drew_ahead_before_its_prompt_is_computed_changes_nothing(roomy: Engine, does: str, which: int) -> None:
+def test_what_befalls_one_that_drew_ahead_before_its_prompt_is_computed_changes_nothing(narrow: Engine, does: str, which: int) -> None:
     prompt, params = tiny.prompt(27, 5), replace(SAMPLED, n=6, max_tokens=5, logprobs=2, cache_prompt=False, prompt_logprobs=2)
-    expected = alone(roomy, prompt, params)
-    with tiny.engine(scheduler__rows=2, pool__tokens=128) as made:
-        give_bytes(made)
-        for num_steps in range(1, 14):
-            group = made.submit_group(prompt, params)
-            for _ in range(num_steps):
-                made.step()
-            handle = group.choices[which]
-            if does == "cancel":
-                handle.cancel()
-            elif does == "park":
-                made.scheduler.park(handle.seq_id)
-            elif does == "lose":
-                lose(made, handle.seq_id, "a test")
-            else:
-                recover(made, RuntimeError("a test"))
-            found = [tiny.content(answer) for answer in group.result()]
-            tiny.settle(made)
-            is_left_out = {which} if does == "cancel" else set()
-            assert [one for choice, one in enumerate(found) if choice not in is_left_out] == [
-                one for choice, one in enumerate(expected) if choice not in is_left_out
-            ], f"{does} {which} after {num_steps} steps"
+    expected = alone(narrow, prompt, params)
+    for num_steps in range(1, 14):
+        group = narrow.submit_group(prompt, params)
+        for _ in range(num_steps):
+            narrow.step()
+        handle = group.choices[which]
+        if does == "cancel":
+            handle.cancel()
+        elif does == "park":
+            narrow.scheduler.park(handle.seq_id)
+        elif does == "lose":
+            lose(narrow, handle.seq_id, "a test")
+        else:
+            recover(narrow, RuntimeError("a test"))
+        found = [tiny.content(answer) for answer in group.result()]
+        tiny.settle(narrow)
+        is_left_out = {which} if does == "cancel" else set()
+        assert [one for choice, one in enumerate(found) if choice not in is_left_out] == [
+            one for choice, one in enumerate(expected) if choice not in is_left_out
+        ], f"{does} {which} after {num_steps} steps"
 
 
 @pytest.mark.parametrize(
