@@ -125,7 +125,7 @@ class PageLedger:
 
     def num_shared(self, seq_id: int) -> int:
         """How many of its pages would stay held if it gave all of them back: another holds them, and is not on its way out."""
-        return self._num_shared[seq_id]
+        return self._num_shared.get(seq_id, 0)
 
     def holders(self, page: int) -> tuple[int, ...]:
         """Who holds a page, the first one first."""

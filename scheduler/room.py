@@ -98,8 +98,9 @@ def list_candidates(books: Books) -> list[Candidate]:
 def may_leave(books: Books, seq: Sequence) -> bool:
     """Whether it has progressed since its return, has a page to give (or its row, where there are no pages), and does not end by itself in
     this step."""
-    has_any = own_pages(books, seq) > 0 or not books.config.num_pages
-    return seq.state in RUNNING and seq.has_progressed and has_any and not ends_now(books, seq)
+    if not seq.has_progressed or seq.state not in RUNNING:
+        return False
+    return (own_pages(books, seq) > 0 or not books.config.num_pages) and not ends_now(books, seq)
 
 
 def picture(books: Books, residents: list[Sequence]) -> list[Candidate]:

@@ -114,7 +114,8 @@ class Sequence:
     @property
     def num_held(self) -> int:
         """Pages that it holds as a resident."""
-        return max(0, len(self.pages) - self.num_gone)
+        num = len(self.pages) - self.num_gone
+        return num if num > 0 else 0
 
     @property
     def held_pages(self) -> list[int]:

@@ -147,6 +147,17 @@ def test_siblings_that_come_together_share_what_the_first_of_them_computes() -> 
     assert job.scheduler.snapshot().num_pages_cached == 0
 
 
+def test_what_a_replay_finds_of_its_own_prompt_is_nothing_that_was_cached_for_it() -> None:
+    job = loop(32)
+    job.add(0, 40, 8, page_keys=keys("a", 2))
+    job.run(until=lambda: job.tokens[0] == 3)
+    job.replay(0)
+    chunks = prefilled(job, 0)
+    job.run()
+    assert (chunks, job.tokens) == ([(32, 8)], {0: 8})  # its two full pages were still there
+    assert job.scheduler.counters.cached_tokens == 0
+
+
 def test_without_a_prefix_cache_pages_are_shared_but_not_kept() -> None:
     job = loop(32, prefix_cache=False)
     for seq_id in (0, 1):
