@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxkv.scheduler.fake_runner import FakeRunner
 from jaxkv.scheduler.need import need
-from jaxkv.scheduler.plan import Chunk, ContextShift, Note, Outcome, Plan, SchedulerConfig
+from jaxkv.scheduler.plan import Chunk, Note, Outcome, Plan, SchedulerConfig
 from jaxkv.scheduler.scheduler import Scheduler
 from jaxkv.scheduler.sequence import OVER, State
 
@@ -44,17 +44,11 @@ class FakeLoop:
         max_new: int | None,
         stops_after: int | None = None,
         *,
-        priority: int = 0,
         page_keys: tuple[Hashable, ...] = (),
-        group: int | None = None,
-        keeps_prefix: bool = True,
-        is_patient: bool = False,
-        shift: ContextShift | None = None,
+        **more: Any,
     ) -> int | None:
-        """Add a sequence; it stops by itself after `stops_after` tokens, if its limit lets it."""
-        place: dict[str, Any] = {"priority": priority, "page_keys": page_keys, "group": group, "keeps_prefix": keeps_prefix, "shift": shift}
-        place["is_patient"] = is_patient
-        limit = self.scheduler.add(seq_id, prompt_len, max_new, self.now, **place)
+        """Add a sequence, with `more` as `Scheduler.add` takes it; it stops by itself after `stops_after` tokens, if its limit lets it."""
+        limit = self.scheduler.add(seq_id, prompt_len, max_new, self.now, page_keys=page_keys, **more)
         self.runner.start(seq_id, page_keys)
         self.tokens[seq_id] = 0
         self.limits[seq_id] = limit
