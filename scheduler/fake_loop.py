@@ -80,7 +80,7 @@ class FakeLoop:
         for view in self.scheduler.snapshot().sequences:
             self.ends.pop(view.seq_id, None)
             self.runner.unlearn(view.seq_id, need(view.prompt_len, view.num_generated) if view.num_generated else view.prompt_len - 1)
-            is_lost = bool(view.replay_to) or not (view.num_shifts or self.scheduler.image(view.seq_id))  # a shift may leave no cell
+            is_lost = bool(view.replay_to) or not (view.num_shifts or view.num_cells)  # a shift may leave no cell, a window no page
             if view.state is State.PARKED and is_lost:
                 self.runner.lose(view.seq_id)
             else:

@@ -156,3 +156,16 @@ def test_the_parked_and_the_waiting_are_as_they_were_and_the_residents_are_repla
     assert job.tokens == {0: 20, 1: 12, 2: 12, 3: 12}
     counters = job.scheduler.counters
     assert (before, counters.num_parks_lost, counters.num_replayed_tokens) == (1, 1, 9 + made[0] - 1)
+
+
+def test_one_whose_window_needs_no_page_is_away_without_an_image_and_loses_nothing() -> None:
+    job = FakeLoop(SchedulerConfig(rows=1, num_pages=4, page_size=1, prefill_chunk=4, max_len=40, chunk_bytes=1, window=1))
+    job.add(0, 3, 6)
+    job.run(until=lambda: job.tokens[0] == 3)
+    job.scheduler.hold(0)
+    job.run(until=lambda: job.scheduler.state(0) is State.PARKED)
+    assert job.scheduler.image(0) == ()
+    job.recover()
+    job.scheduler.release(0)
+    job.run()
+    assert (job.tokens, job.scheduler.counters.num_replayed_tokens) == ({0: 6}, 0)
