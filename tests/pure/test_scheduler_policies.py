@@ -181,7 +181,7 @@ def test_a_priority_is_an_integer(priority: Any) -> None:
 
 def crowd(**changes: Any) -> FakeLoop:
     """Some 500 cells are parked, which fit again when three residents have ended 120 steps later; (40, 20) fits 8 times after another."""
-    job = loop(990, rows=4, **changes)
+    job = loop(99, rows=4, page_size=10, **changes)
     for seq_id in (1, 2, 3):
         job.add(seq_id, 40, 250)
     run_to(job, 3, 130)

@@ -113,11 +113,13 @@ def test_a_step_may_break_off_at_any_line_of_the_scheduler() -> None:
     assert {f"{name}.py" for name in FILES} <= broken.keys(), broken
 
 
-@pytest.mark.parametrize("name", ["fork", "commit", "ledger", "prefix"])
+@pytest.mark.parametrize(
+    ("name", "every"), [("fork", 1), ("commit", 1), ("ledger", 4), ("prefix", 1), pytest.param("ledger", 1, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("state_bytes", [0, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_step_in_which_choices_begin_may_break_off_at_any_line(name: str, state_bytes: int) -> None:
+def test_a_step_in_which_choices_begin_may_break_off_at_any_line(name: str, every: int, state_bytes: int) -> None:
     """Three have a row and begin, the fourth and the fifth only draw their first token."""
-    for line in range(1, 1000):
+    for line in range(1, 2000, every):
         job = FakeLoop(config(16, state_bytes=state_bytes))
         for seq_id in range(5):
             job.add(seq_id, 7, 4, page_keys=() if state_bytes else ("a", "b", "c"), group=0)
