@@ -174,7 +174,7 @@ def outline(config: Config) -> Outline:
     if config.pool.tokens is not None and layout.num_layers:
         check_pool(config, shapes)
         check_default_shift(config, info.config, num_pages=layout.num_pages, max_len=shapes.max_len)
-    return Outline(info, mesh, dtype, choose_weight_dtype(config, info), shapes, layout, inspect_small(config, info.config))
+    return Outline(info, mesh, dtype, choose_weight_dtype(config, info), shapes, layout, inspect_small(config, info))
 
 
 class Stages:

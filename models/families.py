@@ -18,14 +18,23 @@ FAMILIES: dict[str, str] = {
     "qwen3_moe": "jaxkv.models.qwen3_moe:Qwen3Moe",
     "qwen3_next": "jaxkv.models.qwen3_next:Qwen3Next",
 }
+# Models that also see pictures, and text parts saved by themselves: the family of the text part.
+WRAPPED = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
 # Modules that belong to a family and are loaded as one is.
 PARTS: dict[str, str] = {"draft_head": "jaxkv.models.draft_head:DraftHead"}
 
 
 def check_supported(model_type: str, where: str) -> None:
-    """Refuse a family that is not in the registry, naming those that are."""
+    """Refuse a family that is not in the registry, naming those that are, and what they are the text part of."""
     if model_type not in FAMILIES:
-        raise ModelError(f"{where}: model_type {model_type!r} is not supported; supported are: {', '.join(sorted(FAMILIES))}")
+        known = ", ".join(sorted(FAMILIES | WRAPPED))
+        raise ModelError(f"{where}: model_type {model_type!r} is not supported; supported are: {known}")
 
 
 def model_class(model_type: str) -> Any:

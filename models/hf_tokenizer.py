@@ -69,6 +69,13 @@ class HfTokenizer(TokenizerBase):
     def is_special(self, token_id: int) -> bool:
         return token_id in self._added and self._added[token_id].special
 
+    def first_difference(self, other: "HfTokenizer") -> int | None:
+        """The lowest id that is another token there, None where all are alike; special ones, which related models rename, apart."""
+        ours, theirs = (
+            {id_: token for token, id_ in each._tokenizer.get_vocab().items() if not each.is_special(id_)} for each in (self, other)
+        )
+        return min((id_ for id_ in ours.keys() & theirs.keys() if ours[id_] != theirs[id_]), default=None)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the text; nothing for an id without a token."""
         if token_id not in self._bytes:

@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.draft_head import draft_config
 from jaxkv.models.errors import ModelError
+from jaxkv.models.families import WRAPPED
 from jaxkv.models.hf_tokenizer import HfTokenizer, read_tokenizer
 from jaxkv.models.load_hf_names import DRAFT_HEAD, HEAD, IGNORED, stack_of, tensor_names, text_names
 from jaxkv.models.load_hf_parts import PACKED, Part, tensor_parts
 from jaxkv.models.parameters import OnTensor, Stages, Tensor, check_names, check_shapes, hash_files, place_tensors
-from jaxkv.models.read_config import WRAPPED, read_config, read_eos_ids
+from jaxkv.models.read_config import read_config, read_eos_ids
 from jaxkv.models.read_recurrent import HYBRIDS
 from jaxkv.models.safetensors_file import Entry, read_header
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxkv.models.config import DTYPES, Experts, ModelConfig, Rope, check_num_layers, read_count
 from jaxkv.models.errors import ModelError
-from jaxkv.models.families import check_supported
+from jaxkv.models.families import WRAPPED, check_supported
 from jaxkv.models.read_recurrent import FULL, HYBRIDS, PURE, read_recurrent
 
 # Options that some members of a family use and that we do not compute: what they may say, if they are there at all.
@@ -51,17 +51,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "mamba": {"max_position_embeddings": UNBOUNDED, "tie_word_embeddings": True},
     "mamba2": {"max_position_embeddings": UNBOUNDED},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},  # none at all is written as null
     "qwen3_5": {"partial_rotary_factor": 0.25},
     "qwen3_5_moe": {"partial_rotary_factor": 0.25, "norm_topk_prob": True},
     "qwen3_next": {"partial_rotary_factor": 0.25},
-}
-# Models that also see pictures, and text parts saved by themselves: the family of the text part.
-WRAPPED = {
-    "gemma3": "gemma3_text",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5_moe",
-    "qwen3_5_moe_text": "qwen3_5_moe",
 }
 OUTER = ("dtype", "torch_dtype", "tie_word_embeddings")  # what such a model's config may say outside its `text_config`
 SLIDING = "sliding_attention"

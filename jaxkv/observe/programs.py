@@ -84,7 +84,7 @@ def list_programs(config: Config) -> ProgramList:
     mesh = make_mesh(config.mesh.tensor)
     device = mesh.devices.flat[0]
     dtype, shapes = choose_dtype(config.model.dtype, device.platform, info), choose_shapes(config, info.config)
-    small = inspect_small(config, info.config)
+    small = inspect_small(config, info)
     layout = sized(config, info.config, plan_layout(config, spread(info.config, mesh.size), shapes, dtype, device.platform), shapes, mesh)
     weight_dtype = choose_weight_dtype(config, info)
     model: Any = weightless_model(spread(info.config, mesh.size), dtype, mesh, weight_dtype)

@@ -22,7 +22,7 @@ from jaxkv.config import Config
 from jaxkv.errors import ConfigError
 from jaxkv.fetch import cache_folder, resolve_model_path
 from jaxkv.interrupt import check_interrupt
-from jaxkv.models import CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint, spread
+from jaxkv.models import CheckpointInfo, ModelConfig, check_mesh, inspect_checkpoint, load_checkpoint, load_tokenizer, spread
 from jaxkv.pool import PoolArrays, PoolLayout, allocate
 from jaxkv.program_store import ProgramStore
 from jaxkv.programs import (
@@ -92,6 +92,16 @@ def check_pair(model: ModelConfig, target: ModelConfig) -> None:
         raise ConfigError(
             f"speculate.draft_path: its vocabulary has {model.vocab_size} tokens, that of model.path {target.vocab_size}; take one with "
             "the same tokenizer"
+        )
+
+
+def check_tokenizers(small: CheckpointInfo, target: CheckpointInfo) -> None:
+    """ConfigError where equal ids are different text: no guess would come true. Where one has no tokenizer nothing is known."""
+    ours, theirs = load_tokenizer(small), load_tokenizer(target)
+    place = None if ours is None or theirs is None else ours.first_difference(theirs)
+    if place is not None:
+        raise ConfigError(
+            f"speculate.draft_path: its token {place} is another one than that of model.path; take a model with the same tokenizer"
         )
 
 
@@ -173,14 +183,15 @@ def _run(model: Any, layout: PoolLayout, tokens: Any, positions: Any, pool: Pool
     return hidden, [tuple(layer) for layer in pool]
 
 
-def inspect_small(config: Config, target: ModelConfig) -> CheckpointInfo | None:
+def inspect_small(config: Config, target: CheckpointInfo) -> CheckpointInfo | None:
     """The small model's headers, where one is asked for; ConfigError for one that cannot guess for the other."""
     path = config.speculate.draft_path
     if config.speculate.kind != "draft" or path is None:  # the configuration has refused draft without a path
         return None
     info = inspect_checkpoint(resolve_model_path(path, cache_folder(config.run.cache_dir)))
     check_mesh(info.config, config.mesh.tensor)
-    check_pair(info.config, target)
+    check_pair(info.config, target.config)
+    check_tokenizers(info, target)
     return info
 
 

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxkv.models import ModelError, inspect_checkpoint, load_checkpoint, load_tokenizer, save_converted
 from jaxkv.models.gguf_file import GgufTensor, read_gguf
+from jaxkv.models.safetensors_file import read_header
 from tests.cpu.checkpoints import LLAMA, change_tensors, llama_copy, load, logits, one_device, reference, write_gguf, write_json
 
 
@@ -54,6 +56,16 @@ def test_a_sharded_checkpoint_loads_like_a_single_file(tmp_path: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelError, match=r"names weight files that are not there: model-00002-of-00002\.safetensors"):
         inspect_checkpoint(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_in_float16_are_read_as_they_were_written(tmp_path: Path, dtype: str) -> None:
+    narrow, wide = llama_copy(tmp_path), tmp_path / "wide"
+    change_tensors(narrow, lambda tensors: tensors.update({name: x.astype(np.float16) for name, x in tensors.items()}))
+    shutil.copytree(narrow, wide)
+    change_tensors(wide, lambda tensors: tensors.update({name: x.astype(np.float32) for name, x in tensors.items()}))
+    assert {entry.dtype for entry in read_header(narrow / "model.safetensors").values()} == {"F16"}
+    assert same_weights(load(narrow, dtype).model, load(wide, dtype).model)
 
 
 def test_a_head_in_the_file_is_used_whatever_the_config_says_of_tying(tmp_path: Path) -> None:
@@ -103,7 +115,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt_neox"}, r"model_type 'gpt_neox' is not supported; supported are: .*llama"),
+        ({"model_type": "gpt_neox"}, r"model_type 'gpt_neox' is not supported; supported are: gemma3, gemma3_text, llama, .*qwen3_next$"),
         ({"model_type": None}, r"model_type 'None' is not supported; supported are: .*llama"),
         ({"hidden_size": None}, r"config\.json: hidden_size must be a positive integer, got nothing"),
         ({"num_attention_heads": 0}, r"config\.json: num_attention_heads must be a positive integer, got 0"),

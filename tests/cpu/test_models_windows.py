@@ -151,6 +151,12 @@ def test_a_window_that_is_off_is_off() -> None:
     assert read_config({**qwen, "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}).windows == (None, 32, 32)
 
 
+def test_a_mistral_whose_file_says_nothing_of_a_window_has_that_of_its_class() -> None:
+    data = json.loads((FIXTURES / "mistral" / "config.hub.json").read_text())
+    del data["sliding_window"]
+    assert read_config(data).windows == (4096, 4096, 4096)
+
+
 def test_gemmas_own_files_leave_out_what_is_its_classs_default() -> None:
     hub = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     config = read_config({**hub, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}})

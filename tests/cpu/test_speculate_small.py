@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
-from jaxkv.models import inspect_checkpoint
+from jaxkv.models import CheckpointInfo, inspect_checkpoint
 from jaxkv.request import SamplingParams
-from jaxkv.speculate.small import check_pair
+from jaxkv.speculate.small import check_pair, check_tokenizers
 from jaxkv.speculate.small_speculation import SmallSpeculation
 from tests.cpu import tiny
-from tests.cpu.checkpoints import FIXTURES
+from tests.cpu.checkpoints import FIXTURES, llama_copy
+from tests.cpu.test_models_tokenizer import TOKENS
+from tests.cpu.test_models_tokenizer import tiny as tokenizer
 from tests.cpu.test_speculate import contents, requests
 
 NUM_DRAFT = 3
@@ -102,4 +105,21 @@ def test_another_vocabulary_is_refused() -> None:
         check_pair(replace(target, vocab_size=319), target)
     assert str(refused.value) == (
         "speculate.draft_path: its vocabulary has 319 tokens, that of model.path 320; take one with the same tokenizer"
+    )
+
+
+def test_another_tokenizer_is_refused_and_other_names_of_special_tokens_are_not(tmp_path: Path) -> None:
+    def model(name: str, tokens: list[str]) -> CheckpointInfo:
+        folder = tmp_path / name
+        folder.mkdir()
+        tokenizer(tokens=tokens, special=set(tokens[:3])).save(path := llama_copy(folder))
+        return inspect_checkpoint(path)
+
+    target = model("target", TOKENS)
+    check_tokenizers(model("renamed", ["<s>", *TOKENS[1:]]), target)
+    check_tokenizers(inspect_checkpoint(tiny.LLAMA), target)  # has none
+    with pytest.raises(ConfigError) as refused:
+        check_tokenizers(model("other", [*TOKENS[:-2], *TOKENS[:-3:-1]]), target)
+    assert str(refused.value) == (
+        "speculate.draft_path: its token 259 is another one than that of model.path; take a model with the same tokenizer"
     )
