@@ -186,6 +186,21 @@ def test_a_budget_of_one_image_lets_nobody_rotate_and_says_so_once_per_park() ->
     assert (job.noted("park"), job.noted("park_refused")) == ([1], [0])
 
 
+def test_one_that_shifts_comes_back_where_there_is_just_room_for_its_next_token() -> None:
+    """8 cells and one more beside 10 and one more, in 20."""
+    job = loop(20, margin_steps=0)
+    job.add(0, 4, 40, shift=ContextShift(16, 0, 4))
+    job.run(until=lambda: job.num_cells(0) == 8)
+    job.scheduler.hold(0)
+    job.add(1, 4, 12)
+    job.run(until=lambda: job.num_cells(1) == 10)
+    job.scheduler.release(0)
+    plan = job.step()
+    assert [note.seq_id for note in plan.notes if note.kind == "restore"] == [0]
+    job.run()
+    assert job.tokens == {0: 40, 1: 12}
+
+
 def test_after_a_shift_only_the_kept_tokens_images_save_a_copy() -> None:
     """Chunks of 4 tokens; 14 cells make three lasting ones, of which the shift leaves the first as it was."""
     job = loop(32, chunk_pages=4)
