@@ -62,19 +62,17 @@ def plan_draws(books: Books, first: Sequence, forks: tuple[Fork, ...]) -> tuple[
 
 
 def plan_fork(books: Books, turn: Turn, first: Sequence, seq: Sequence, num_full: int) -> Fork | None:
-    """Put the full pages in the place of all it has but one, which is for the copy; None where there is no page for that."""
+    """Put the full pages in the place of all it has but one, which is for the copy; None where it has no such page."""
     assert seq.row is not None and seq.prompt_len == first.prompt_len, f"sequences {first.seq_id} and {seq.seq_id} have one prompt"
     if not books.config.num_pages:
         fork = books.forks[seq.seq_id] = Fork(seq.seq_id, seq.row, None, None)
         return fork
     size = books.config.page_size
     blank = seq.pages[seq.num_cells // size :]
-    if not blank and not books.pages.num_free:
-        return None
     near_blank = seq.near[seq.num_cells // size :]
-    if books.config.near_pages and not near_blank and not books.near.num_free:
-        return None
-    page = blank[-1] if blank else books.pages.take(seq.seq_id, 1)[0]
+    if not blank or (books.config.near_pages and not near_blank):
+        return None  # not expected, as it came in with one for its next step: it computes its prompt by itself
+    page = blank[-1]
     books.pages.give_back(seq.seq_id, [other for other in seq.held_pages if other != page])
     books.pages.hold_beside(seq.seq_id, first.pages[first.num_gone : num_full])
     seq.pages, seq.num_gone = [*first.pages[:num_full], page], first.num_gone
@@ -88,7 +86,7 @@ def plan_fork(books: Books, turn: Turn, first: Sequence, seq: Sequence, num_full
 def fork_near(books: Books, turn: Turn, first: Sequence, seq: Sequence, num_full: int, blank: list[int]) -> tuple[int, int]:
     """The same for the pages that layers with a window have for themselves: the one to copy, and the one for the copy."""
     assert seq.row is not None
-    page = blank[-1] if blank else books.near.take(seq.seq_id, 1)[0]
+    page = blank[-1]
     books.near.give_back(seq.seq_id, [other for other in seq.near[seq.near_gone :] if other != page])
     books.near.hold_beside(seq.seq_id, first.near[first.near_gone : num_full])
     seq.near, seq.near_gone = [*first.near[:num_full], page], first.near_gone
