@@ -139,7 +139,7 @@ def test_an_answer_depends_on_the_request_alone_with_weights_and_cells_in_int8()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5_moe", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "mamba", "mamba2"])
 def test_so_it_does_in_bfloat16_parked_and_computed_again_in_every_kind_of_layer(family: str) -> None:
     fields = {**IN_INT8, "model__path": str(FIXTURES / family), "model__dtype": "bfloat16"}
     with tiny.engine(**fields, pool__tokens=256) as made:
