@@ -7,7 +7,7 @@ from jaxkv.scheduler.need import chunk_len, has_near_cell, has_next_cell, missin
 from jaxkv.scheduler.plan import DecodeRow, PrefillChunk, TableUpdate
 from jaxkv.scheduler.prefix import reserve_snapshot
 from jaxkv.scheduler.returns import first_in_line
-from jaxkv.scheduler.sequence import AWAY, Sequence, State
+from jaxkv.scheduler.sequence import AWAY, DECODING, Sequence
 
 
 def fill_batch(books: Books, turn: Turn) -> None:
@@ -25,7 +25,7 @@ def fill_batch(books: Books, turn: Turn) -> None:
 
 def decode_row(books: Books, turn: Turn, seq: Sequence) -> None:
     """Put a sequence into the decode batch if it can have the cell its input token is written to."""
-    is_decoding = seq.state is State.DECODING
+    is_decoding = seq.state is DECODING
     if not (is_decoding or seq.wants_row) or (seq.shift is not None and seq.is_full):
         return
     if (has_next_cell(books.config, seq) and has_near_cell(books.config, seq)) or grow(books, turn, seq):

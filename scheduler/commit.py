@@ -6,7 +6,7 @@ from jaxkv.scheduler.fork import begin_decoding
 from jaxkv.scheduler.plan import Fork, Outcome, PrefillChunk
 from jaxkv.scheduler.prefix import register_prefix
 from jaxkv.scheduler.replay import advance
-from jaxkv.scheduler.sequence import Sequence, State
+from jaxkv.scheduler.sequence import REPLAYING, Sequence, State
 
 
 def enter_outcome(books: Books, outcome: Outcome) -> None:
@@ -31,7 +31,7 @@ def prefilled(books: Books, chunk: PrefillChunk, reason: str) -> None:
     if seq is None or seq.is_over:
         return
     assert seq.wants_chunk and seq.num_cells == chunk.start, f"{chunk} of a sequence {seq.state} with {seq.num_cells} cells"
-    if seq.state is State.REPLAYING:
+    if seq.state is REPLAYING:
         advance(books, seq, chunk.length)
     else:
         seq.num_cells += chunk.length
@@ -70,7 +70,7 @@ def decoded(books: Books, seq_id: int, reason: str) -> None:
     if seq is None or seq.is_over:
         return
     assert seq.wants_row, f"a token of sequence {seq_id}, which is {seq.state}"
-    if seq.state is State.REPLAYING:
+    if seq.state is REPLAYING:
         advance(books, seq, 1)
         return
     seq.num_cells += 1

@@ -11,14 +11,14 @@ from jaxkv.scheduler.books import Books, Turn
 from jaxkv.scheduler.near import lend_near, take_back_near
 from jaxkv.scheduler.need import most_cells, pages_for, step_pages
 from jaxkv.scheduler.plan import DecodeRow, TableUpdate
-from jaxkv.scheduler.sequence import Sequence, State
+from jaxkv.scheduler.sequence import DECODING, REPLAYING, Sequence
 
 
 def take_back(books: Books) -> None:
     """Whatever a row that decodes has beyond its next cell was lent."""
     for seq in books.residents if books.config.num_draft else ():
         take_back_near(books, seq)
-        if seq.state is State.DECODING and (num := len(seq.pages) - step_pages(books.config, seq)) > 0:
+        if seq.state is DECODING and (num := len(seq.pages) - step_pages(books.config, seq)) > 0:
             lent = seq.pages[-num:]
             del seq.pages[-num:]
             books.pages.give_back(seq.seq_id, lent)
@@ -50,7 +50,7 @@ def widen(books: Books, turn: Turn, row: DecodeRow) -> DecodeRow:
 
 def cells_left(seq: Sequence) -> int:
     """Cells that it will ever need behind those it has: before its end, its next shift, or the end of its replay."""
-    if seq.state is not State.REPLAYING:
+    if seq.state is not REPLAYING:
         return most_cells(seq) - seq.num_cells
     num_lost = seq.replay_to - seq.num_computed
     return num_lost if seq.shift is None else min(num_lost, seq.shift.context_len - seq.num_cells)

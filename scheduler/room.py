@@ -11,14 +11,14 @@ from jaxkv.scheduler.need import chunk_len, has_next_cell, missing_pages
 from jaxkv.scheduler.plan import Note
 from jaxkv.scheduler.policies import Candidate, VictimPolicy
 from jaxkv.scheduler.replay import drop_victim, send_away
-from jaxkv.scheduler.sequence import RUNNING, Sequence, State
+from jaxkv.scheduler.sequence import DECODING, PREFILLING, RUNNING, Sequence, State
 from jaxkv.scheduler.shift import shift_pages
 
 
 def serve_last_tokens(books: Books, turn: Turn) -> None:
     """One that needs a page for its last token gets it first: all its pages are back right after."""
     for seq in books.residents:
-        if seq.num_generated + 1 == seq.limit and seq.state is State.DECODING:
+        if seq.num_generated + 1 == seq.limit and seq.state is DECODING:
             grow(books, turn, seq)
 
 
@@ -58,7 +58,7 @@ def shortage(books: Books, margin: int = 0) -> int:
     config, first = books.config, books.next_to_prefill
     num = 0
     for seq in books.residents:
-        if seq.state is State.DECODING:
+        if seq.state is DECODING:
             num += 0 if has_next_cell(config, seq, margin) else missing_pages(config, seq, margin)
             num += 0 if seq.shift is None else shift_pages(books, seq)
         elif seq is first:
@@ -81,7 +81,7 @@ def is_last_token(books: Books, seq: Sequence) -> bool:
     if seq.num_generated + 1 != seq.limit or (seq.num_generated and seq.prompt_left):
         return False
     ends_prompt = seq.num_cells + chunk_len(books.config, seq) == seq.prompt_len
-    return seq.state is not State.PREFILLING or (ends_prompt and seq is books.next_to_prefill)
+    return seq.state is not PREFILLING or (ends_prompt and seq is books.next_to_prefill)
 
 
 def ends_now(books: Books, seq: Sequence) -> bool:

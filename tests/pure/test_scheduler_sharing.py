@@ -158,6 +158,23 @@ def test_what_a_replay_finds_of_its_own_prompt_is_nothing_that_was_cached_for_it
     assert job.scheduler.counters.cached_tokens == 0
 
 
+def test_a_return_drops_cached_pages_before_it_waits() -> None:
+    """6 pages: one that is away needs 3, and 4 are kept for nobody in particular."""
+    job = loop(6, margin_steps=0)
+    job.add(0, 33, 8)
+    job.run(until=lambda: job.tokens[0] == 3)
+    job.scheduler.hold(0)
+    job.run(until=lambda: job.scheduler.state(0) is State.PARKED)
+    job.add(1, 65, 1, page_keys=keys("a", 4))
+    job.run(until=lambda: 1 in job.ends)
+    assert job.scheduler.snapshot().num_pages_cached == 4
+    job.scheduler.release(0)
+    plan = job.step()
+    assert [note.seq_id for note in plan.notes if note.kind == "restore"] == [0]
+    job.run()
+    assert job.tokens == {0: 8, 1: 1} and job.scheduler.snapshot().num_pages_cached == 3
+
+
 def test_without_a_prefix_cache_pages_are_shared_but_not_kept() -> None:
     job = loop(32, prefix_cache=False)
     for seq_id in (0, 1):
