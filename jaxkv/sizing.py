@@ -171,10 +171,8 @@ def about_window(config: Config, model: ModelConfig, tokens: int | None, near_to
         return f"{seen}{near_tokens:,} tokens of their own, {near_bytes / MIB:.1f} MiB of the pool's bytes"
     if tokens is None and not config.request.context_shift:
         return seen + "what they keep depends on the pool"
-    return (
-        seen
-        + f"all pages are kept: {'request.context_shift: true' if config.request.context_shift else 'pages of their own would be no fewer'}"
-    )
+    why = "request.context_shift: true" if config.request.context_shift else "pages of their own would be no fewer"
+    return f"{seen}all pages are kept: {why}"
 
 
 @dataclass(frozen=True, slots=True)
